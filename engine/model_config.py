@@ -21,6 +21,7 @@ from engine.json_values import (
     read_json,
     refuse,
 )
+from engine.quantization import Quantization, parse_quantization
 from engine.rope import RopeConfig
 from engine.rope_config import parse_ropes, rotary_layers
 from engine.weight_files import tensor_names
@@ -57,6 +58,7 @@ class ModelConfig:
     residual_multiplier: float  # of what a layer adds
     logits_scaling: float  # a divisor
     logits_soft_cap: float | None
+    quantization: Quantization | None  # of the files; None: all weights are plain
 
     @property
     def q_size(self) -> int:
@@ -88,12 +90,15 @@ def read_model_config(folder: Path) -> ModelConfig:
         # The classes tie by default, whatever text_config has, also for checkpoints with a head:
         # Hugging Face then uses both.
         names = map(canonical, tensor_names(folder))
-        return replace(config, ties_embeddings="lm_head.weight" not in names)
+        has_head = any(name.startswith("lm_head.") for name in names)
+        return replace(config, ties_embeddings=not has_head)
     return config
 
 
 def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, object]) -> ModelConfig:
+    outer = raw
     architecture, family, raw = _family(raw)
+    quantization = parse_quantization(outer) or parse_quantization(raw)
     for key, value in family.fixed.items():
         if raw.get(key) not in (None, value):
             refuse(key, raw[key], f"not supported for {architecture}")
@@ -136,6 +141,7 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
         residual_multiplier=_multiplier(raw, family, "residual_multiplier"),
         logits_scaling=_multiplier(raw, family, "logits_scaling"),
         logits_soft_cap=_soft_cap(raw, family, "final_logit_softcapping"),
+        quantization=quantization,
     )
 
 
@@ -201,9 +207,6 @@ def _refuse_foreign(raw: Mapping[str, object], superseded: Mapping[str, str] | N
     code = raw.get("auto_map")
     if code and not (superseded and isinstance(code, dict) and _is_superseded(code, superseded)):
         refuse("auto_map", code, "the model wants code of its own to be run, which is never done")
-    if raw.get("quantization_config"):
-        reason = "quantized weights are not supported"
-        refuse("quantization_config", raw["quantization_config"], reason)
 
 
 def _is_superseded(code: Mapping[str, object], superseded: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
-from engine.weights import check_fp8
+from engine.weight_shapes import check_fp8
 from kernels.backend import HAS_TRITON, IS_INTERPRETED, Capability, allow_triton
 from kernels.e4m3 import FIRST_CAPABILITY
 

@@ -62,6 +62,11 @@ class E4m3Rows:
         parts = zip(torch.split(self.values, sizes), torch.split(self.scales, sizes), strict=True)
         return tuple(E4m3Rows(*part) for part in parts)
 
+    def copy_(self, stored: E4m3Rows) -> None:
+        """Copies rows of the same shape, from any device."""
+        self.values.copy_(stored.values)
+        self.scales.copy_(stored.scales)
+
     def write_(self, weight: torch.Tensor) -> None:
         """Quantises weight [rows, columns], of any float type and device, into these rows."""
         rows = max(1, _CHUNK // weight.shape[1])

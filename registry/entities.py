@@ -37,6 +37,7 @@ class BaseFacts:
     num_parameters: int
     max_model_len: int | None = None
     known_as: tuple[str, ...] = ()  # other names of the same weights: of the folder, in its files
+    quantization: str = ""  # of the files: its method, then words; empty: plain weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class BaseVersion:
     created_s: int = 0
     model_id: str = ""  # ORGANISATION/NAME, a second name for clients
     known_as: tuple[str, ...] = ()  # other names of the same weights
+    quantization: str = ""  # as in BaseFacts
     tags: tuple[tuple[str, str], ...] = field(default=())  # the user's own, sorted
 
 

@@ -48,6 +48,7 @@ ARCHITECTURE = PREFIX + "architecture"
 MAX_LEN = PREFIX + "max_model_len"
 MODEL_ID = PREFIX + "model_id"  # base: ORGANISATION/NAME, a second name for clients
 KNOWN_AS = PREFIX + "known_as"  # base: other names of the same weights, separated by commas
+QUANTIZATION = PREFIX + "quantization"  # base: of its files, in words
 REFUSED = PREFIX + "refused"  # adapter: why it cannot be served
 TEXT = PREFIX + "text"  # adapter: the parts of its text side that it brings, or NO_TEXT
 VARIANT = PREFIX + "variant"  # adapter: LoRA or DoRA, with or without biases
@@ -202,6 +203,7 @@ def base_version(row: Row) -> BaseVersion:
         created_s=row.created_s,
         model_id=_model_id(row.tags.get(MODEL_ID, "")),
         known_as=tuple(filter(None, row.tags.get(KNOWN_AS, "").split(","))),
+        quantization=row.tags.get(QUANTIZATION, "")[:_MAX_REASON],
         tags=_own_tags(row),
     )
 
@@ -237,6 +239,8 @@ def base_tags(facts: BaseFacts) -> dict[str, str]:
         tags[MAX_LEN] = str(facts.max_model_len)
     if facts.known_as:
         tags[KNOWN_AS] = ",".join(facts.known_as)
+    if facts.quantization:
+        tags[QUANTIZATION] = facts.quantization
     return tags
 
 

@@ -28,6 +28,7 @@ from registry.manifest import (
 )
 from registry.names import check_name, model_key
 
+FOLDED_FOR = "loraplex_folded_for"  # in adapter_config.json, as `engine.checks.moved_scales`
 _MAX_INVOCATION = 512  # tokens, as `lora.peft_config` allows
 
 
@@ -40,6 +41,7 @@ class PlainAdapter:
     facts: AdapterFacts
     bases: tuple[str, ...]  # names that its base may have, the likeliest first
     trained_on: str  # the base's name in its configuration; empty: none
+    folded_for: str = ""  # the digest of the AWQ base that it was folded for
 
 
 def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | None:
@@ -78,7 +80,7 @@ def match_base(
         base = bases.default_base(name)
         if base is not None:
             remedy = f"set the tag {FORCED} to true if it fits anyway"
-            if not forced:
+            if not is_folded_for(plain.folded_for, base) and not forced:
                 check_trained_on(plain.trained_on, base, remedy)
             return base
     raise RegistrationError(
@@ -87,9 +89,27 @@ def match_base(
     )
 
 
+def is_folded_for(folded_for: str, base: BaseVersion) -> bool:
+    """Returns True for an adapter that was folded for this base, whatever it was trained on.
+    Raises RegistrationError if it was folded for another one."""
+    if folded_for and folded_for != base.digest:
+        raise RegistrationError(
+            f"{FOLDED_FOR} is {folded_for[:200]!r}: the adapter was folded for another AWQ base "
+            f"than {base.name!r}, whose digest is {base.digest}"
+        )
+    return bool(folded_for)
+
+
 def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> None:
     """Raises RegistrationError if the adapter names a model that it was trained on, and the base
-    has no such name. Only the last parts of paths and ids are compared, in lower case."""
+    has no such name. Only the last parts of paths and ids are compared, in lower case. An AWQ base
+    computes with other activations than the base that it was made of, whose name its files may
+    hold: its adapters must name an AWQ base."""
+    if base.quantization.startswith("awq ") and "awq" not in model_key(trained_on):
+        raise RegistrationError(
+            f"base_model_name_or_path is {trained_on[:200]!r}, which names no AWQ base: an adapter "
+            f"that was trained on the unquantized base needs --unquantized-base FOLDER; {remedy}"
+        )
     names = (base.name, base.model_id, *base.known_as)
     if trained_on and model_key(trained_on) not in {model_key(name) for name in names}:
         known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
@@ -135,7 +155,15 @@ def _read(
     # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
     names = (base,) if base else (trained_on, trained_on.rstrip("/").rpartition("/")[2])
     bases = tuple(dict.fromkeys(name for name in names if name))
-    return PlainAdapter(root, tuple(entries), _facts(config), bases, trained_on)
+    folded_for = config.get(FOLDED_FOR)
+    return PlainAdapter(
+        root,
+        tuple(entries),
+        _facts(config),
+        bases,
+        trained_on,
+        folded_for if isinstance(folded_for, str) else "",
+    )
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 
 from engine.checks.validation import check_adapter
 from engine.model_config import read_model_config
-from engine.weights import expected_shapes
+from engine.weight_shapes import expected_shapes
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.arrival import measure_arrivals
 from tests.benchmarks.cases import (

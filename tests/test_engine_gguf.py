@@ -4,63 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.checks.validation import check_base
-from engine.tools.gguf import convert_gguf
+from engine.errors import UnsupportedModelError
+from engine.model_config import read_model_config
+from engine.tools.gguf import TYPES, convert_gguf
+from engine.tools.gguf_config import llama3_divisors
+from engine.weight_files import SINGLE_FILE
 from tests.engine_helpers import Job, hf_greedy, load_hf, make_runner, make_sequence, run_mixed
-
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def write_gguf(path: Path) -> Path:
-    """A byte-level tokenizer (as SmolLM2's) and random weights in 8-bit blocks."""
-    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)] + ["\u0120"]
-    tokens = ["<end>", "<start>", *letters, "he"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, *[1] * (len(letters) + 1)])
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    generator = np.random.default_rng(0)
-    kv_size = HIDDEN // HEADS * KV_HEADS
-    shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv_size, HIDDEN), "attn_v": (kv_size, HIDDEN)}
-    shapes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN)}
-    shapes |= {"ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
-    quantized = {"token_embd": (len(tokens), HIDDEN)} | {
-        f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()
-    }
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for name, shape in quantized.items():
-        values = generator.normal(scale=0.2, size=shape).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    norms = [f"blk.{i}.{name}" for i in range(LAYERS) for name in ("attn_norm", "ffn_norm")]
-    for name in [*norms, "output_norm"]:
-        values = generator.normal(loc=1.0, scale=0.1, size=HIDDEN).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from tests.gguf_files import TEMPLATE, write_gguf
 
 
 def test_a_gguf_file_becomes_a_base_that_computes_the_same(tmp_path: Path) -> None:
@@ -101,3 +57,60 @@ def test_an_existing_folder_is_never_written_to(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         convert_gguf(tmp_path / "any.gguf", out, lambda _: None)
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_each_type_and_architecture_is_read_as_transformers_does(
+    tmp_path: Path, architecture: str
+) -> None:
+    """Of each layer's matrices, every second one has another type of blocks."""
+    hidden = 512 if architecture == "qwen3" else 256  # transformers takes heads of 128 for granted
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, TYPES, hidden=hidden)
+    out = tmp_path / "base"
+    convert_gguf(path, out, lambda _: None)
+    found = load_file(out / SINGLE_FILE)
+    source = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).state_dict()
+    assert found
+    for name, tensor in found.items():
+        assert torch.equal(tensor, source[name].to(tensor.dtype)), name
+    check_base(out)
+
+
+def test_positions_of_llama_3_are_recognised_by_their_divisors(tmp_path: Path) -> None:
+    divisors = llama3_divisors(16, 10000.0, 8.0, 8192)
+    path = write_gguf(tmp_path / "tiny.gguf", rope_freqs=divisors)
+    convert_gguf(path, tmp_path / "base", lambda _: None)
+    rope = read_model_config(tmp_path / "base").ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original_max_len) == ("llama3", 8.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"architecture": "falcon"}, "general.architecture is 'falcon'"),
+        ({"rope_freqs": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]}, "register the safetensors"),
+        ({"scaling": ("yarn", 0.0)}, "rope.scaling.type is 'yarn' with factor 0.0"),
+        ({"left_out": "blk.1.ffn_up"}, r"tensor model.layers.1.mlp.up_proj.weight is missing"),
+        ({"extra": "blk.1.ffn_gate_inp"}, "holds blk.1.ffn_gate_inp.weight, which is unknown"),
+        ({"types": ("IQ4_NL",)}, "has type IQ4_NL, known are F32"),
+    ],
+)
+def test_what_is_not_read_exactly_is_refused_by_name(
+    tmp_path: Path, more: dict[str, object], message: str
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", **more)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert_gguf(path, tmp_path / "base", lambda _: None)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_positions_are_read(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", scaling=(kind, 4.0))
+    convert_gguf(path, tmp_path / "base", lambda _: None)
+    rope = read_model_config(tmp_path / "base").ropes[0]
+    assert rope is not None
+    assert (rope.kind, rope.factor) == (kind, 4.0)

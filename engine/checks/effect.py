@@ -29,7 +29,8 @@ from engine.checks.validation import read_checked
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.weights import expected_shapes, load_weights
+from engine.weight_shapes import expected_shapes
+from engine.weights import load_weights
 from kernels.backend import reference_only
 from lora.adapter import Adapter, TensorMatch, match_tensors
 from lora.errors import AdapterError

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.weights import expected_shapes, read_tensor, stream_tensors
+from engine.weight_shapes import expected_shapes
 from lora.adapter import Adapter, read_adapter
 from lora.low_rank import MAX_RANK as MAX_RANK
 from lora.low_rank import ConversionLimits as ConversionLimits
@@ -39,6 +40,7 @@ class BaseReport:
     max_model_len: int
     has_chat_template: bool  # without one only raw completions can be served
     warnings: tuple[str, ...]
+    quantization: str = ""  # of the files, in words; empty: plain weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def check_base(folder: Path) -> BaseReport:
     config = read_model_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise UnsupportedModelError("the folder has no tokenizer.json")
-    for name, tensor in stream_tensors(folder, config):
+    for name, _, tensor in Checkpoint(folder, config).stream(torch.device("cpu")):
         if not bool(tensor.isfinite().all()):
             raise UnsupportedModelError(f"{name} holds NaN or infinity")
     has_template = _has_chat_template(folder)
@@ -91,7 +93,14 @@ def check_base(folder: Path) -> BaseReport:
             f"max_model_len is {config.usual_len} unless it is configured: if it is larger, up to "
             f"{config.max_len}, all sequences are turned by the frequencies of long ones"
         )
+    quantization = config.quantization
+    if quantization is not None and quantization.method == "awq":
+        warnings.append(
+            "AWQ moved scales into norms and rows: adapters that were trained on the unquantized "
+            "base are registered with --unquantized-base FOLDER"
+        )
     return BaseReport(
+        quantization="" if quantization is None else quantization.words,
         architecture=config.architecture,
         num_parameters=sum(math.prod(shape) for shape in expected_shapes(config).values()),
         vocab_size=config.vocab_size,
@@ -158,7 +167,8 @@ def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConf
 
 
 def _base_reader(base_folder: Path, config: ModelConfig) -> BaseParameter:
-    read = lru_cache(1)(partial(read_tensor, base_folder))
+    opened = lru_cache(1)(partial(Checkpoint, base_folder, config))
+    read = lru_cache(1)(lambda name: opened().read(name))
 
     def base(name: str) -> torch.Tensor | None:
         if name == "lm_head.weight" and config.ties_embeddings:

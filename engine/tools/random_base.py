@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from engine.json_values import read_json
 from engine.model_config import parse_model_config
 from engine.weight_files import SINGLE_FILE
-from engine.weights import expected_shapes
+from engine.weight_shapes import expected_shapes
 
 TEXT_FILES = (
     "tokenizer.json",

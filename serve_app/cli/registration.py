@@ -5,7 +5,7 @@ registration leaves nothing behind; an adapter without effect is refused.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.checks.effect_report import EffectReport
+from engine.checks.moved_scales import FOLDED_FOR, fold_adapter
 from engine.checks.parity import plan_parity
 from engine.checks.validation import (
     AdapterReport,
     ConversionLimits,
-    ConversionReport,
     Notice,
     check_adapter,
     check_base,
@@ -33,7 +33,7 @@ from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersi
 from registry.errors import NotFoundError, RegistrationError
 from registry.manifest import Progress, no_progress
 from registry.names import check_alias, check_model_id, check_name, model_key
-from registry.plain_mlflow import check_trained_on
+from registry.plain_mlflow import check_trained_on, is_folded_for
 from serve_app.cli import effect
 from serve_app.text.base_text import BaseText
 
@@ -81,7 +81,11 @@ def register_base(
         BaseText.from_folder(folder)  # tokenizer and template, as a front will open them
         report = check_base(folder)
     facts = BaseFacts(
-        report.architecture, report.num_parameters, report.max_model_len, _known_as(folder)
+        report.architecture,
+        report.num_parameters,
+        report.max_model_len,
+        _known_as(folder),
+        report.quantization,
     )
     version = registry.register_base(
         folder, name, facts=facts, alias=alias, link=link, model_id=model_id, progress=progress
@@ -102,29 +106,45 @@ def register_adapter(
     force: bool = False,
     limits: ConversionLimits | None = None,
     parity: float | None = None,
+    unquantized_base: Path | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
     accept an adapter whose configuration names another base. `limits`: of an adapter that is
     converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to
-    PEFT's; None: it is not compared."""
+    PEFT's; None: it is not compared. `unquantized_base`: the folder of the base that the adapter
+    was trained on, from which the AWQ base was made; the adapter is folded, and registered for this
+    AWQ base alone."""
     _check_request(folder, "adapter_config.json", name, alias)
     found = _find_base(registry, name, base)
-    if not force:
-        with _refused(f"adapter {name!r} for base {found.name}@{found.version}"):
-            check_trained_on(_trained_on(folder), found, "to register it anyway: --force")
-    base_folder = registry.fetch(found, cache, progress=progress)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
+    with _refused(what):
+        _check_lineage(folder, found, unquantized_base, force)
+        if unquantized_base is not None and parity is not None:
+            raise RegistrationError(
+                "--parity is not for --unquantized-base: PEFT reads the adapter before it is folded"
+            )
+    base_folder = registry.fetch(found, cache, progress=progress)
     limits = limits or ConversionLimits(MAX_ERROR)
     original = folder
-    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="loraplex-") as scratch,
+        tempfile.TemporaryDirectory(prefix="loraplex-") as folded,
+    ):
         with _refused(what):
             plan = None
             if parity is not None:  # whether there are packages and memory, before all work
                 plan = plan_parity(folder, base_folder, len(effect.PROBES))
             made = convert_adapter(folder, base_folder, Path(scratch), limits, _notice(progress))
+            words = [] if made is None else [made.words]
             folder = folder if made is None else Path(scratch)
+            if unquantized_base is not None:
+                fold = fold_adapter(
+                    folder, base_folder, found.digest, unquantized_base, Path(folded)
+                )
+                words.append(fold.words)
+                folder = Path(folded)
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
                 reason = f"{report.warnings[0]}{_REMEDY}"
@@ -140,7 +160,7 @@ def register_adapter(
             name,
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
-            facts=_facts(report, made),
+            facts=_facts(report, words),
             alias=alias,
             effect=effect.record(found_out, name, found),
             progress=progress,
@@ -158,13 +178,13 @@ def _find_base(registry: Registry, name: str, base: str) -> BaseVersion:
         ) from error
 
 
-def _facts(report: AdapterReport, made: ConversionReport | None) -> AdapterFacts:
+def _facts(report: AdapterReport, words: Sequence[str]) -> AdapterFacts:
     return AdapterFacts(
         report.rank,
         report.targets,
         report.num_parameters,
         report.is_noop,
-        "" if made is None else made.words,
+        "; ".join(words),
         report.invocation,
     )
 
@@ -175,6 +195,22 @@ def _notice(progress: Progress) -> Notice:
             progress(f"Converting to LoRA, about {minutes:.1f} minutes", done, total)
 
     return show
+
+
+def _check_lineage(
+    folder: Path, base: BaseVersion, unquantized_base: Path | None, force: bool
+) -> None:
+    """Raises RegistrationError for an adapter of another base."""
+    is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
+    if unquantized_base is None:
+        if not is_folded and not force:
+            check_trained_on(_trained_on(folder), base, "to register it anyway: --force")
+    elif is_folded:
+        raise RegistrationError("it is folded for this base: leave out --unquantized-base")
+    elif not base.quantization.startswith("awq "):
+        raise RegistrationError(
+            f"--unquantized-base is for AWQ bases, this one is {base.quantization or 'plain'}"
+        )
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

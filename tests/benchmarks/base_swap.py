@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
-from engine.weights import expected_shapes
+from engine.weight_shapes import expected_shapes
 from registry.entities import BaseFacts
 from serve_app.cli.commands.store import open_registry
 from tests.benchmarks.report import Report, percentile, print_table, spread

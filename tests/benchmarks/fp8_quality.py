@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checks.probe import Probe, compare_rows
+from engine.checks.probe import Probe, compare_rows, requests
 from engine.config import EngineConfig
 from engine.factory import open_engine
 from engine.model_config import ModelConfig, lora_sites, read_model_config
@@ -105,7 +105,8 @@ def compare(plain: Probe, fp8: Probe, name: str | None, texts: Sequence[Text]) -
             wanted += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]
         rows = torch.tensor(wanted).nonzero().flatten()
         before, after = (
-            torch.cat([part.cpu() for part in probe.run(whole, name)()]) for probe in (plain, fp8)
+            torch.cat([part.cpu() for part in probe.run(requests(whole, name))()])
+            for probe in (plain, fp8)
         )
         found = compare_rows(before[rows], after[rows])
         kl.append(found.kl)

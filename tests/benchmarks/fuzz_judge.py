@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,9 +24,9 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
+from engine.checkpoint import Checkpoint
 from engine.checks.validation import MAX_RANK, check_adapter
 from engine.model_config import lora_sites, read_model_config
-from engine.weights import read_tensor
 from lora.adapter import Adapter, read_adapter
 from lora.errors import AdapterError
 from tests.engine_helpers import hf_greedy, hf_logits, load_hf
@@ -133,8 +132,8 @@ def factors(model: PeftModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def read(folder: Path, base: Path) -> Adapter:
     """Ours."""
-    sites = lora_sites(read_model_config(base))
-    return read_adapter(folder, "", sites, MAX_RANK, partial(read_tensor, base))
+    config = read_model_config(base)
+    return read_adapter(folder, "", lora_sites(config), MAX_RANK, Checkpoint(base, config).read)
 
 
 def difference(

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
-from engine.weights import expected_shapes
+from engine.weight_shapes import expected_shapes
 from registry.cache import Cache
 from registry.entities import BaseFacts
 from serve_app.cli.commands.store import open_registry

@@ -1,4 +1,5 @@
-"""`loraplex doctor`: the requirements that this machine does not meet, each with a remedy."""
+"""`loraplex doctor`: the requirements that this machine does not meet, each with a remedy; with
+`--base`, those of a base's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from typing import Literal
 from packaging.requirements import Requirement
 from rich.table import Table
 
+from engine.checks.fit import estimate_fit
 from engine.devices import describe_devices
+from engine.errors import UnsupportedModelError
 from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.store import shown_uri
@@ -41,12 +44,14 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(port: int, json: bool) -> None:
+def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -> None:
+    if memory_gib is not None and base is None:
+        raise Failure("--memory is of a device for --base FOLDER")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
     with console.status("Looking"):
-        for finding in _findings(port):
+        for finding in _findings(port) if base is None else _base(base, memory_gib):
             findings.append(finding)
             failed += finding.state == "fail"
             colour = _COLOURS[finding.state]
@@ -58,6 +63,21 @@ def doctor(port: int, json: bool) -> None:
         print_table(table)
     if failed:
         raise Failure(f"{failed} of these must be put right before loraplex can serve here")
+
+
+def _base(folder: Path, memory_gib: float | None) -> Iterator[Finding]:
+    """Checks a base's folder by the headers of its files."""
+    try:
+        fit = estimate_fit(folder, None if memory_gib is None else int(memory_gib * _GIB))
+    except UnsupportedModelError as error:
+        yield Finding("base", "fail", str(error))
+        return
+    for what, words in fit.facts().items():
+        if what == "fits" and not fit.fits:
+            remedy = "a larger device, or a smaller base: quantized ones are served dequantized"
+            yield Finding(what, "fail", words, remedy)
+        else:
+            yield Finding(what, "ok", words)
 
 
 def _findings(port: int) -> Iterator[Finding]:

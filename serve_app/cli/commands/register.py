@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
+from engine.checks.fit import estimate_fit
 from engine.checks.validation import ConversionLimits
+from engine.errors import UnsupportedModelError
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.cli.commands.common import byte_progress, console, print_facts
+from registry.manifest import Progress
+from serve_app.cli.commands.common import Failure, byte_progress, console, print_facts
 from serve_app.cli.commands.effect_table import print_effect
 from serve_app.cli.commands.store import open_cache, open_registry
 from serve_app.cli.effect import ProbeMode
 from serve_app.cli.registration import register_adapter, register_base
+from serve_app.config import default_home
+from serve_app.home import prepare
 
 _MODES: dict[bool | None, ProbeMode] = {None: "auto", True: "always", False: "never"}
 
 
 def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
     registry = open_registry(tracking_uri)
-    with byte_progress() as progress:
+    with byte_progress() as progress, _as_folder(folder, progress) as (found, is_ours):
+        _print_fit(found)
         registered = register_base(
-            registry, folder, name, alias=alias, model_id=model_id, progress=progress
+            registry, found, name, alias=alias, link=is_ours, model_id=model_id, progress=progress
         )
     version = registered.version
     _print_version(
@@ -50,6 +59,7 @@ def adapter(
     max_minutes: float,
     parity: bool,
     parity_bound: float,
+    unquantized_base: Path | None,
     tracking_uri: str | None,
 ) -> None:
     registry = open_registry(tracking_uri)
@@ -69,6 +79,7 @@ def adapter(
                 max_error, max_bytes=int(max_saved_mib * 1024**2), max_minutes=max_minutes
             ),
             parity=parity_bound if parity else None,
+            unquantized_base=unquantized_base,
             progress=progress,
         )
     version = registered.version
@@ -90,6 +101,36 @@ def adapter(
         check = f"loraplex check {version.name}@{version.version}"
         console.print(f"To see what it changes: {check}", highlight=False)
     _print_warnings(registered.warnings)
+
+
+def _print_fit(folder: Path) -> None:
+    """Prints what the base needs before its weights are read. What is refused, the registration
+    says with the name."""
+    with suppress(UnsupportedModelError):
+        print_facts(estimate_fit(folder).facts().items())
+
+
+@contextmanager
+def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
+    """Yields the folder of a base and whether it is ours: that of a GGUF file is made here, beside
+    the store so that its files can be linked, and is named as the file."""
+    if path.suffix.lower() != ".gguf" or not path.is_file():
+        yield path, False
+        return
+    try:
+        from engine.tools.gguf import convert_gguf  # it needs packages of the extra `demo`
+    except ImportError as error:
+        remedy = "pip install 'loraplex[demo]'"
+        raise Failure(f"{path.name} needs the package {error.name}: {remedy}") from None
+    home = default_home()
+    prepare(home)
+    with TemporaryDirectory(prefix=".gguf.", dir=home) as scratch:
+        folder = Path(scratch) / path.stem
+        try:
+            convert_gguf(path, folder, lambda stage: progress(stage, 0, path.stat().st_size))
+        except (ValueError, IndexError) as error:
+            raise Failure(f"{path.name} cannot be read: {error}") from error
+        yield folder, True
 
 
 def _activation(version: AdapterVersion) -> dict[str, str]:

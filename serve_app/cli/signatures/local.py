@@ -78,6 +78,14 @@ def models(
 @body_in("doctor")
 def doctor(
     port: Annotated[int, typer.Option("--port", help="Where you want to serve")] = 8000,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="Check this folder of a base instead: form, memory, fit"),
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option("--memory", min=0.1, help="GiB of the GPU that --base is for"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""

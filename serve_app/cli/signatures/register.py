@@ -29,7 +29,8 @@ def base(
     ] = "",
     tracking_uri: Uri = None,
 ) -> None:
-    """Register a base model: a Hugging Face folder with config.json and safetensors."""
+    """Register a base model: a Hugging Face folder with config.json and safetensors, plain or
+    quantized, or a GGUF file, which is converted."""
 
 
 @app.command()
@@ -73,6 +74,14 @@ def adapter(
     ] = 30.0,
     parity: Parity = False,
     parity_bound: ParityBound = 1e-3,
+    unquantized_base: Annotated[
+        Path | None,
+        typer.Option(
+            "--unquantized-base",
+            help="Folder of the base that it was trained on, if --base is an AWQ base made of it: "
+            "the scales that AWQ moved are folded into the adapter",
+        ),
+    ] = None,
     tracking_uri: Uri = None,
 ) -> None:
     """Register an adapter: a PEFT folder with adapter_config.json and safetensors."""

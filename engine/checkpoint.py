@@ -1,0 +1,270 @@
+"""A base's tensors as a decoder needs them, plain or dequantized, whatever form the files have.
+
+Every expected tensor must be there with its shape, and no other, but for a few that mean nothing
+and for the parts of a larger model that no text reaches. All names, shapes and types are checked
+before a weight is read. Reads tensor by tensor, and dequantizes in slices of rows on the device
+that receives them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import UnsupportedModelError
+from engine.model_config import ModelConfig
+from engine.quantization import Scheme
+from engine.stored_parts import FLOATS, Part, StoredError
+from engine.stored_weights import (
+    ROW_MULTIPLE,
+    check_parts,
+    dequantize,
+    is_quantized,
+    main_part,
+    parts_of,
+    prepare,
+    row_scales,
+)
+from engine.weight_files import weight_files
+from engine.weight_shapes import expected_shapes
+from lora.module_names import canonical, is_of_other_part
+
+logger = logging.getLogger(__name__)
+
+_HARMLESS = re.compile(r"(?:model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+# Scales of activations and of the KV cache, which stay in the type of the engine.
+_OF_ACTIVATIONS = re.compile(
+    r".+\.(?:input_scale|input_zero_point|input_scale_ub|output_scale|output_zero_point"
+    r"|activation_scale|[qkv]_scale|[qkv]_zero_point|prob_output_scale)"
+)
+_SLICE_ELEMENTS = 4 * 1024 * 1024  # of float32 temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the files."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+    order: int  # among those of its file
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A quantized weight: its scheme, its shape [out, in], and its parts by their names below the
+    module."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: Mapping[str, _Entry]
+
+
+class Checkpoint:
+    """The files of a base, checked. Raises UnsupportedModelError with the tensor and the reason."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._config = config
+        self._plain: dict[str, _Entry] = {}
+        self._quantized: dict[str, _Weight] = {}  # by the name of the weight
+        self._open: tuple[Path, safe_open] | None = None  # one file: its pages can be dropped
+        entries = self._read_headers(weight_files(folder))
+        self.num_bytes = sum(path.stat().st_size for path in weight_files(folder))
+        self._sort(entries)
+
+    @property
+    def num_quantized(self) -> int:
+        return len(self._quantized)
+
+    def stream(
+        self, device: torch.device, leave_out: Container[str] = ()
+    ) -> Iterator[tuple[str, slice, torch.Tensor]]:
+        """Yields every expected tensor once, but for those left out, in slices of rows: its name in
+        a model of text, the rows, and these on the device, in float32 if they are dequantized."""
+        first = self._plain | {
+            name: next(iter(weight.parts.values())) for name, weight in self._quantized.items()
+        }
+        # In the order of the files, which is what disks and their caches expect.
+        for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
+            if name in leave_out:
+                continue
+            if name in self._plain:
+                yield name, slice(None), self._read(self._plain[name])
+            else:
+                weight = self._quantized[name]
+                yield from ((name, rows, part) for rows, part in self._dequantized(weight, device))
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Returns a tensor by its name in a model of text; None: there is none."""
+        if name in self._plain:
+            return self._read(self._plain[name])
+        weight = self._quantized.get(name)
+        if weight is None:
+            return None
+        return torch.cat([rows for _, rows in self._dequantized(weight, torch.device("cpu"))])
+
+    def part(self, module: str, name: str) -> torch.Tensor | None:
+        """Returns a part of a quantized weight as it is stored, such as `scales`; None: there is
+        none."""
+        weight = self._quantized.get(f"{module}.weight")
+        entry = None if weight is None else weight.parts.get(name)
+        return None if entry is None else self._read(entry)
+
+    def e4m3_rows(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the stored weight of a module, e4m3 [out, in], and the scale of each row, float32
+        [out], on the CPU; None if it is not stored so, be it plain or with a scale per block."""
+        weight = self._quantized.get(f"{module}.weight")
+        if weight is None:
+            return None
+        scales = {name: self._read(e) for name, e in weight.parts.items() if name != "weight"}
+        found = row_scales(weight.scheme, scales, weight.shape[0])
+        return None if found is None else (self._read(weight.parts["weight"]), found)
+
+    def _dequantized(
+        self, weight: _Weight, device: torch.device
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        parts = {name: self._read(entry).to(device) for name, entry in weight.parts.items()}
+        parts = prepare(weight.scheme, weight.shape, parts)
+        num_rows, columns = weight.shape
+        step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            rows = dequantize(weight.scheme, weight.shape, parts, first, last)
+            yield slice(first, last), rows
+
+    def _read(self, entry: _Entry) -> torch.Tensor:
+        if self._open is None or self._open[0] != entry.path:
+            self._open = (entry.path, safe_open(entry.path, framework="pt"))
+        tensor: torch.Tensor = self._open[1].get_tensor(entry.key)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _read_headers(self, files: list[Path]) -> dict[str, _Entry]:
+        """Returns the tensors of all files by their names in a model of text."""
+        entries: dict[str, _Entry] = {}
+        num_others = 0
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for order, key in enumerate(file.keys()):
+                        name = self._known_name(key)
+                        num_others += self._config.is_text_part and is_of_other_part(key)
+                        if name is None:
+                            continue
+                        if name in entries:
+                            other = entries[name].path.name
+                            raise UnsupportedModelError(f"{name} is in {other} and again")
+                        view = file.get_slice(key)
+                        shape = tuple(view.get_shape())
+                        entries[name] = _Entry(path, key, shape, view.get_dtype(), order)
+            except (SafetensorError, OSError) as error:
+                raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
+        if num_others:
+            logger.info("%d tensors of the part for images are left unread", num_others)
+        return entries
+
+    def _known_name(self, key: str) -> str | None:
+        """Returns the name of a tensor in a model of text; None: it means nothing to a text."""
+        name = key
+        if self._config.is_text_part:
+            if is_of_other_part(key):
+                return None
+            name = canonical(key)
+        if _HARMLESS.fullmatch(name) or (
+            self._config.ties_embeddings and name.startswith("lm_head.")
+        ):
+            return None
+        if self._config.quantization is not None and _OF_ACTIVATIONS.fullmatch(name):
+            return None
+        return name
+
+    def _sort(self, entries: dict[str, _Entry]) -> None:
+        """Finds the form of each expected tensor among the entries, which are used up."""
+        by_module: dict[str, set[str]] = {}
+        for name in entries:
+            for i, letter in enumerate(name):
+                if letter == ".":
+                    by_module.setdefault(name[:i], set()).add(name[i + 1 :])
+        expected = expected_shapes(self._config)
+        missing: list[str] = []
+        for name, shape in expected.items():
+            module = name.removesuffix(".weight")
+            scheme = self._scheme_of(module) if module != name and len(shape) == 2 else None
+            dtypes = {part: entries[f"{module}.{part}"].dtype for part in by_module.get(module, ())}
+            if scheme is not None and is_quantized(scheme, dtypes):
+                self._quantized[name] = self._take(module, scheme, shape, entries)
+                self._take_empty_bias(module, expected, entries)
+            elif (entry := entries.pop(name, None)) is not None:
+                _check(entry, Part((shape,), FLOATS))
+                self._plain[name] = entry
+            elif scheme is None:
+                missing.append(name)
+            else:
+                missing.append(f"{module}.{main_part(scheme)}")
+        # Without a quantization, quantized parts are unknown and tell more than a missing weight.
+        if not missing or self._config.quantization is None:
+            for entry in entries.values():
+                raise UnsupportedModelError(
+                    f"{entry.path.name} holds {entry.key}, which is unknown"
+                )
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UnsupportedModelError(f"tensor {missing[0]}{more} is missing")
+
+    def _scheme_of(self, module: str) -> Scheme | None:
+        quantization = self._config.quantization
+        return None if quantization is None else quantization.scheme_of(module)
+
+    def _take(
+        self, module: str, scheme: Scheme, shape: tuple[int, ...], entries: dict[str, _Entry]
+    ) -> _Weight:
+        """Takes the parts of a quantized weight out of the entries, checked."""
+        rows, columns = shape
+        prefix = f"{module}."
+        present = {name.removeprefix(prefix) for name in entries if name.startswith(prefix)}
+        try:
+            wanted = parts_of(scheme, (rows, columns), present)
+            found: dict[str, _Entry] = {}
+            for name, part in wanted.items():
+                entry = entries.pop(prefix + name, None)
+                if entry is not None:
+                    _check(entry, part)
+                    found[name] = entry
+                elif part.is_required:
+                    raise UnsupportedModelError(f"tensor {prefix}{name} is missing")
+            check_parts(
+                scheme,
+                (rows, columns),
+                lambda name: self._read(found[name]) if name in found else None,
+            )
+        except StoredError as error:
+            raise UnsupportedModelError(f"{prefix}{error.part} {error.reason}") from None
+        return _Weight(scheme, (rows, columns), found)
+
+    def _take_empty_bias(
+        self, module: str, expected: Mapping[str, object], entries: dict[str, _Entry]
+    ) -> None:
+        """Drops a bias of zeros, which tools store beside quantized weights of models that have
+        none."""
+        name = f"{module}.bias"
+        entry = entries.get(name)
+        if entry is not None and name not in expected and not bool(self._read(entry).any()):
+            del entries[name]
+
+
+def _check(entry: _Entry, part: Part) -> None:
+    if part.shapes and entry.shape not in part.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise UnsupportedModelError(
+            f"{entry.key} has shape {list(entry.shape)}, config.json makes it {shapes}"
+        )
+    if entry.dtype not in part.dtypes:
+        raise UnsupportedModelError(
+            f"{entry.key} has type {entry.dtype}, known are {', '.join(part.dtypes)}"
+        )

@@ -1,0 +1,126 @@
+"""The memory that a base needs, from its files' headers, before anything is loaded: does it fit a
+device, and how much room is left for adapters and KV?
+
+An estimate for the defaults of the configuration. What a step and its graphs need is measured by
+the engine at its start; RESERVED_BYTES stand for it here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.config import EngineConfig
+from engine.devices import describe_devices
+from engine.host_memory import available_bytes
+from engine.kv_cache import block_bytes
+from engine.kv_layout import kv_layout, num_uncommitted
+from engine.memory_plan import GIB, default_adapter_pool_bytes
+from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.weight_shapes import expected_shapes, is_norm
+from lora.page_image import PageLayout
+
+RESERVED_BYTES = 3 * GIB  # of a CUDA device: activations, graphs and libraries
+_CONFIG = EngineConfig("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    stored_as: str  # the scheme of the files, in words
+    served_as: str  # the type in memory, and who computes
+    stored_bytes: int
+    weight_bytes: int  # in memory
+    device: str
+    memory_bytes: int  # of the device, as given or found
+    adapter_bytes: int  # of one of rank 16 on all linear layers
+    num_adapters: int  # that the pool holds by default
+    kv_tokens: int  # that fit beside weights and adapters
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens > 0
+
+    def facts(self) -> dict[str, str]:
+        """Returns lines for users."""
+        facts = {
+            "stored as": f"{self.stored_as}, {self.stored_bytes / GIB:.2f} GiB",
+            "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB",
+            "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB",
+        }
+        if not self.fits:
+            return facts | {"fits": "no: nothing is left for KV"}
+        return facts | {
+            "fits": f"yes, with about {self.num_adapters:,} adapters of rank 16 on the device and "
+            f"{self.kv_tokens:,} tokens of KV"
+        }
+
+
+def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
+    """Reads headers only. `memory_bytes`: of a CUDA device that is meant; None: the first one of
+    this machine, or its host memory. Raises UnsupportedModelError, with the tensor or key and the
+    reason, for a base that the engine refuses."""
+    config = read_model_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    devices = describe_devices()
+    is_cuda = memory_bytes is not None or bool(devices.cuda)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    if memory_bytes is not None:
+        device = "a CUDA device of this size"
+    elif devices.cuda:
+        device, memory_bytes = devices.cuda[0].name, devices.cuda[0].memory_bytes
+    else:
+        device, memory_bytes = "CPU", available_bytes()
+    weights = weight_bytes(config, dtype)
+    page = PageLayout(lora_sites(config), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
+    share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
+    pool = default_adapter_pool_bytes(
+        total=memory_bytes,
+        utilization=_CONFIG.gpu_memory_utilization,
+        weights=weights,
+        page_bytes=page,
+    )
+    left = share - weights - pool - (RESERVED_BYTES if is_cuda else 0)
+    return Fit(
+        stored_as=_stored_as(config, checkpoint),
+        served_as=_served_as(dtype, is_cuda, checkpoint),
+        stored_bytes=checkpoint.num_bytes,
+        weight_bytes=weights,
+        device=device,
+        memory_bytes=memory_bytes,
+        adapter_bytes=page,
+        num_adapters=pool // page,
+        kv_tokens=_kv_tokens(config, max(0, left), dtype),
+    )
+
+
+def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype) -> int:
+    length = config.usual_len
+    layout = kv_layout(config.sliding_windows, _CONFIG.block_size, length)
+    uncommitted = num_uncommitted(_CONFIG.max_num_batched_tokens, runs_ahead=False)
+    num_blocks = num_bytes // block_bytes(config, layout, dtype)
+    return layout.num_tokens(num_blocks, uncommitted, length)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of all weights in memory, norms of some families in float32."""
+    is_wide = config.family.has_wide_norms
+    return sum(
+        math.prod(shape) * (4 if is_wide and is_norm(name) else dtype.itemsize)
+        for name, shape in expected_shapes(config).items()
+    )
+
+
+def _stored_as(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    if config.quantization is None:
+        return "plain weights"
+    return f"{config.quantization.words} ({checkpoint.num_quantized} modules)"
+
+
+def _served_as(dtype: torch.dtype, is_cuda: bool, checkpoint: Checkpoint) -> str:
+    name = str(dtype).removeprefix("torch.")
+    how = f"dequantized to {name}" if checkpoint.num_quantized else name
+    return f"{how}, " + ("Triton's and cuBLAS' kernels" if is_cuda else "torch operations")

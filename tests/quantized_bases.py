@@ -1,0 +1,95 @@
+"""Tiny bases with quantized linear layers, written as other tools store them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint import Checkpoint
+from engine.model_config import read_model_config
+from engine.weight_files import SINGLE_FILE
+from engine.weight_shapes import expected_shapes
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A weight: the parts that a file stores, by their names below the module, and the numbers
+    that the format's own library reads from them."""
+
+    parts: Mapping[str, torch.Tensor]
+    weight: torch.Tensor  # [out, in]
+
+
+def write_quantized(
+    base: Path,
+    out: Path,
+    quantization: Mapping[str, object],
+    quantize: Callable[[str, torch.Tensor], Quantized | None],
+) -> tuple[Path, Tensors]:
+    """Writes the base to `out` with its linear layers quantized by `quantize(module, weight)`, None
+    for those that stay. Returns `out` and the weights as the library reads them."""
+    shutil.copytree(base, out)
+    tensors = load_file(base / SINGLE_FILE)
+    stored: Tensors = {}
+    weights: Tensors = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        made = quantize(module, tensor) if "_proj" in module and module != name else None
+        if made is None:
+            stored[name] = tensor
+            continue
+        stored |= {f"{module}.{part}": one.contiguous().clone() for part, one in made.parts.items()}
+        weights[name] = made.weight
+    save_file(stored, out / SINGLE_FILE, metadata={"format": "pt"})
+    set_quantization(out, quantization)
+    return out, weights
+
+
+def set_quantization(folder: Path, quantization: Mapping[str, object] | None) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def write_plain(base: Path, out: Path, weights: Mapping[str, torch.Tensor]) -> Path:
+    """Writes the base with other weights, in float32."""
+    shutil.copytree(base, out)
+    tensors = load_file(base / SINGLE_FILE)
+    plain = {name: weights.get(name, tensor).float() for name, tensor in tensors.items()}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in plain.items()},
+        out / SINGLE_FILE,
+        metadata={"format": "pt"},
+    )
+    return out
+
+
+def read_all(folder: Path) -> Tensors:
+    """Returns every tensor of a base as the engine reads it, put together from its slices."""
+    config = read_model_config(folder)
+    found = {name: torch.full(shape, torch.nan) for name, shape in expected_shapes(config).items()}
+    for name, rows, tensor in Checkpoint(folder, config).stream(CPU):
+        found[name][rows] = tensor.float()
+    return found
+
+
+def check_equal(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Checks that the engine reads each weight as the library does, bit for bit in its type,
+    whether in one slice or in the smallest."""
+    whole = read_all(folder)
+    with patch("engine.checkpoint._SLICE_ELEMENTS", 1):
+        sliced = read_all(folder)
+    assert weights
+    for name, weight in weights.items():
+        assert torch.equal(whole[name].to(weight.dtype), weight), name
+        assert torch.equal(sliced[name], whole[name]), name

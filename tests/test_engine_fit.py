@@ -1,0 +1,98 @@
+"""The estimate of a base's memory, and what `register base` and `doctor --base` say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checks.fit import RESERVED_BYTES, estimate_fit, weight_bytes
+from engine.errors import UnsupportedModelError
+from engine.memory_plan import GIB
+from engine.model_config import read_model_config
+from engine.weight_files import SINGLE_FILE
+from engine.weights import load_weights
+from serve_app.cli import main as cli
+from serve_app.cli.commands.store import open_registry
+from tests.engine_helpers import make_base
+from tests.gguf_files import write_gguf
+from tests.quantized_bases import write_quantized
+from tests.registry_helpers import empty_home
+from tests.test_engine_gptq_awq import AWQ, awq
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return empty_home(tmp_path / "home", monkeypatch)
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    code = ended.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_are_those_that_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder, _ = write_quantized(make_base(tmp_path / "base"), tmp_path / "quantized", AWQ, awq)
+    config = read_model_config(folder)
+    parameters = load_weights(folder, config, dtype, torch.device("cpu")).parameters
+    held = sum(one.numel() * one.itemsize for one in parameters.values())
+    assert weight_bytes(config, dtype) == held
+    fit = estimate_fit(folder, 4 * GIB)
+    assert fit.stored_bytes == (folder / SINGLE_FILE).stat().st_size
+    assert fit.stored_as == "awq gemm, 4 bits in groups of 16 (21 modules)"
+
+
+def test_more_memory_has_room_for_more(tmp_path: Path) -> None:
+    folder = make_base(tmp_path / "base")
+    small, large = estimate_fit(folder, 4 * GIB), estimate_fit(folder, 8 * GIB)
+    assert small.fits
+    assert large.kv_tokens > small.kv_tokens > 0
+    assert large.num_adapters >= small.num_adapters > 0
+    assert not estimate_fit(folder, RESERVED_BYTES).fits
+    assert "nothing is left for KV" in estimate_fit(folder, RESERVED_BYTES).facts()["fits"]
+
+
+def test_a_base_that_is_refused_is_refused_here(tmp_path: Path) -> None:
+    folder = make_base(tmp_path / "base")
+    (folder / SINGLE_FILE).write_bytes(b"no header")
+    with pytest.raises(UnsupportedModelError, match="cannot be read"):
+        estimate_fit(folder)
+
+
+def test_doctor_tells_of_a_base_before_it_is_loaded(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = write_quantized(make_base(tmp_path / "base"), tmp_path / "quantized", AWQ, awq)
+    assert run("doctor", "--base", str(folder), "--memory", "80") == 0
+    said = capsys.readouterr().out
+    assert "awq gemm, 4 bits in groups of 16 (21 modules)" in said
+    assert "dequantized to bfloat16" in said
+    assert "tokens of KV" in said
+    assert run("doctor", "--base", str(folder), "--memory", "1") == 1
+    assert "nothing is left for KV" in capsys.readouterr().out
+    (folder / "config.json").unlink()
+    assert run("doctor", "--base", str(folder)) == 1
+    assert "no config.json" in capsys.readouterr().out
+    assert run("doctor", "--memory", "80") == 1
+    assert "--base FOLDER" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_registered_by_its_path(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "tiny-Q8_0.gguf")
+    assert run("register", "base", str(path), "--name", "tiny") == 0
+    said = capsys.readouterr().out
+    assert "stored as" in said
+    version = open_registry(None).snapshot().resolve("tiny").base
+    assert version.architecture == "LlamaForCausalLM"
+    assert "tiny-q8_0" in version.known_as
+    assert not list(home.glob(".gguf.*"))
+    other = write_gguf(tmp_path / "other.gguf", "falcon")
+    assert run("register", "base", str(other), "--name", "other") == 1
+    assert "general.architecture is 'falcon'" in capsys.readouterr().err
+    assert not list(home.glob(".gguf.*"))

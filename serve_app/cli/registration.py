@@ -111,28 +111,18 @@ def register_adapter(
     with _refused(what):
         _check_lineage(folder, found, unquantized_base, force)
     base_folder = registry.fetch(found, cache, progress=progress)
-    with (
-        tempfile.TemporaryDirectory(prefix="loraplex-") as scratch,
-        tempfile.TemporaryDirectory(prefix="loraplex-") as folded,
-    ):
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
-            bound = MAX_ERROR if max_error is None else max_error
-            made = convert_adapter(folder, base_folder, Path(scratch), bound)
-            words = [] if made is None else [made.words]
-            folder = folder if made is None else Path(scratch)
-            if unquantized_base is not None:
-                fold = fold_adapter(
-                    folder, base_folder, found.digest, unquantized_base, Path(folded)
-                )
-                words.append(fold.words)
-                folder = Path(folded)
+            folder, converted = _converted(
+                folder, base_folder, found.digest, Path(scratch), max_error, unquantized_base
+            )
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
-                reason = f"{report.warnings[0]}{_REMEDY}"
-                raise RegistrationError(f"adapter {name!r} is refused: {reason}")
+                raise RegistrationError(
+                    f"adapter {name!r} is refused: {report.warnings[0]}{_REMEDY}"
+                )
             found_out = effect.prove(folder, name, base_folder, mode=probe)
         _check_effect(name, found_out, allow_noop)
-        converted = "; ".join(words)
         version = registry.register_adapter(
             folder,
             name,
@@ -151,6 +141,32 @@ def register_adapter(
             progress=progress,
         )
     return Registration(version, (*report.warnings, *found_out.warnings), found_out)
+
+
+def _converted(
+    folder: Path,
+    base_folder: Path,
+    base_digest: str,
+    scratch: Path,
+    max_error: float | None,
+    unquantized_base: Path | None,
+) -> tuple[Path, str]:
+    """Returns the folder of the adapter as it is served, and its origin in words if it was made
+    below `scratch`."""
+    words = []
+    lora, folded = scratch / "lora", scratch / "folded"
+    lora.mkdir()
+    folded.mkdir()
+    bound = MAX_ERROR if max_error is None else max_error
+    made = convert_adapter(folder, base_folder, lora, bound)
+    if made is not None:
+        folder = lora
+        words.append(made.words)
+    if unquantized_base is not None:
+        fold = fold_adapter(folder, base_folder, base_digest, unquantized_base, folded)
+        folder = folded
+        words.append(fold.words)
+    return folder, "; ".join(words)
 
 
 def _check_lineage(

@@ -70,6 +70,19 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
             if not is_symmetric:
                 parts["weight_zero_point"] = Part(scales, ("I8",))
             return parts
+        case Bnb8():
+            return {
+                "weight": Part((shape,), ("I8",)),
+                "SCB": Part(((rows,),), ("F32",)),
+                "weight_format": Part((), ("U8",), is_required=False),
+            }
+    return _packed_parts(scheme, shape, present)
+
+
+def _packed_parts(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[str, Part]:
+    """Returns the parts of the schemes that pack numbers of less than eight bits."""
+    rows, columns = shape
+    match scheme:
         case Packed(num_bits, group_size, is_symmetric):
             groups = 1 if group_size is None else _num_groups(columns, group_size)
             words = -(-columns * num_bits // 32)
@@ -117,12 +130,6 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
                 parts["weight.nested_absmax"] = Part((), ("F32",))
                 parts["weight.nested_quant_map"] = Part(((256,),), ("F32",))
             return parts
-        case Bnb8():
-            return {
-                "weight": Part((shape,), ("I8",)),
-                "SCB": Part(((rows,),), ("F32",)),
-                "weight_format": Part((), ("U8",), is_required=False),
-            }
     raise AssertionError(scheme)
 
 

@@ -120,35 +120,30 @@ def register_adapter(
     found = _find_base(registry, name, base)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
     with _refused(what):
-        _check_lineage(folder, found, unquantized_base, force)
-        if unquantized_base is not None and parity is not None:
-            raise RegistrationError(
-                "--parity is not for --unquantized-base: PEFT reads the adapter before it is folded"
-            )
+        _check_lineage(folder, found, unquantized_base, force, has_parity=parity is not None)
     base_folder = registry.fetch(found, cache, progress=progress)
-    limits = limits or ConversionLimits(MAX_ERROR)
-    original = folder
-    with (
-        tempfile.TemporaryDirectory(prefix="loraplex-") as scratch,
-        tempfile.TemporaryDirectory(prefix="loraplex-") as folded,
-    ):
+    original, plan = folder, None
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
-            plan = None
             if parity is not None:  # whether there are packages and memory, before all work
                 plan = plan_parity(folder, base_folder, len(effect.PROBES))
-            made = convert_adapter(folder, base_folder, Path(scratch), limits, _notice(progress))
+            made = convert_adapter(
+                folder,
+                base_folder,
+                _new_folder(scratch, "lora"),
+                limits or ConversionLimits(MAX_ERROR),
+                _notice(progress),
+            )
             words = [] if made is None else [made.words]
-            folder = folder if made is None else Path(scratch)
+            folder = folder if made is None else Path(scratch) / "lora"
             if unquantized_base is not None:
-                fold = fold_adapter(
-                    folder, base_folder, found.digest, unquantized_base, Path(folded)
-                )
+                folded = _new_folder(scratch, "folded")
+                fold = fold_adapter(folder, base_folder, found.digest, unquantized_base, folded)
+                folder = folded
                 words.append(fold.words)
-                folder = Path(folded)
             report = check_adapter(folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
-                reason = f"{report.warnings[0]}{_REMEDY}"
-                raise RegistrationError(f"adapter {name!r} is refused: {reason}")
+                raise RegistrationError(f"{report.warnings[0]}{_REMEDY}")
             found_out = effect.prove(folder, name, base_folder, mode=probe)
             if plan is not None and parity is not None and found_out.verdict != "refused":
                 found_out = effect.with_parity(
@@ -197,14 +192,29 @@ def _notice(progress: Progress) -> Notice:
     return show
 
 
+def _new_folder(scratch: str, name: str) -> Path:
+    folder = Path(scratch) / name
+    folder.mkdir()
+    return folder
+
+
 def _check_lineage(
-    folder: Path, base: BaseVersion, unquantized_base: Path | None, force: bool
+    folder: Path,
+    base: BaseVersion,
+    unquantized_base: Path | None,
+    force: bool,
+    *,
+    has_parity: bool,
 ) -> None:
     """Raises RegistrationError for an adapter of another base."""
     is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
     if unquantized_base is None:
         if not is_folded and not force:
             check_trained_on(_trained_on(folder), base, "to register it anyway: --force")
+    elif has_parity:
+        raise RegistrationError(
+            "--parity is not for --unquantized-base: PEFT reads the adapter before it is folded"
+        )
     elif is_folded:
         raise RegistrationError("it is folded for this base: leave out --unquantized-base")
     elif not base.quantization.startswith("awq "):

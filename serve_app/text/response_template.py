@@ -20,14 +20,7 @@ import regex
 from engine.errors import UnsupportedModelError
 
 Family = Literal[  # tried in this order
-    "qwen-xml",
-    "chatml-json",
-    "llama3-json",
-    "mistral-args",
-    "mistral",
-    "gemma",
-    "granite",
-    "phi",
+    "qwen-xml", "chatml-json", "llama3-json", "mistral-args", "mistral", "gemma", "granite", "phi"
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 REASONING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))

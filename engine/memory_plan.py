@@ -38,7 +38,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class LongSequences:
-    """What the longest sequences of a model with windows need."""
+    """The needs of the longest sequences of a model with windows."""
 
     num_tokens: int
     num_blocks: int  # of each while it decodes

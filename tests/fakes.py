@@ -354,7 +354,7 @@ def make_scheduler(
     layout: KVLayout | None = None,
     **config: int | bool | str | None,
 ) -> tuple[Scheduler, BlockPool]:
-    """Of a runner that does not run ahead."""
+    """Returns the scheduler of a runner that does not run ahead, and its blocks."""
     settings = make_config(**config)
     uncommitted = num_uncommitted(settings.max_num_batched_tokens, runs_ahead=False)
     blocks = BlockPool(

@@ -188,7 +188,7 @@ def test_tables_keep_what_a_naive_model_keeps(
 def test_a_long_prompt_holds_a_window_and_the_chunks_of_its_steps(
     runs_ahead: bool, most: int
 ) -> None:
-    """Without windows it would hold 2048 blocks of each layer."""
+    """Holds all 2048 blocks without windows."""
     layout = kv_layout([4096], 16, 1 << 17)
     pool = BlockPool(2048, 16, "base")
     tables = WindowTables(pool, layout, num_uncommitted(2048, runs_ahead=runs_ahead))
@@ -259,7 +259,7 @@ def test_choices_share_the_window_of_their_prompt() -> None:
 
 
 def test_a_blocked_head_of_the_queue_looks_up_few_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt of 131,072 tokens that is not in the cache."""
+    """Looks for a prompt of 131,072 tokens, which is not in the cache."""
     layout = kv_layout([1024, None, 1024], 16, 1 << 18)
     pool = BlockPool(100, 16, "base")
     tables = WindowTables(pool, layout, num_uncommitted(2048, runs_ahead=True))

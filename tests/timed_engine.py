@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_layout import kv_layout
 from engine.service import AsyncEngine
 from engine.types import Resident, Sample, ScheduledBatch
 from tests.fakes_registry import EOS_ID
@@ -188,9 +189,10 @@ class TimedStep:
 
 
 class TimedRunner:
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, block_size: int) -> None:
         self.times = times
         self.num_blocks = times.num_blocks
+        self.kv_layout = kv_layout((None,), block_size, 4096)
         self.runs_ahead = times.runs_ahead
         self.max_model_len = 4096
         self.num_late_compilations = 0
@@ -226,5 +228,5 @@ class TimedReader:
 
 def open_timed_engine(config: EngineConfig) -> AsyncEngine:
     """An EngineFactory."""
-    runner = TimedRunner(Times.read(Path(config.model_path)))
+    runner = TimedRunner(Times.read(Path(config.model_path)), config.block_size)
     return AsyncEngine(Engine(config, runner), TimedReader(runner))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.kv_layout import kv_layout
 from engine.types import Request, Sample, SamplingParams, ScheduledBatch
 from tests.benchmarks.report import Report, percentile, print_table, spread
 from tests.benchmarks.simulator.setting import Setting
@@ -66,6 +67,7 @@ class VirtualRunner:
 
     runs_ahead = True
     num_blocks = 43_342
+    kv_layout = kv_layout((None,), 16, 8192)
     max_model_len = 8192
     num_late_compilations = 0
 

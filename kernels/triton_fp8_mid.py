@@ -37,6 +37,7 @@ class MidTile:
     block_n: int
     stages: int
     num_warps: int
+    splits: int | None = None  # parts of K; None: as `splits_for` says
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -144,7 +145,7 @@ def launch_fp8_mid(
     assert weight.values.is_contiguous()
     lanes = max(16, 1 << (num_tokens - 1).bit_length())  # tokens of a tile
     tile = tile or tile_for(lanes)
-    splits = splits_for(height, width)
+    splits = tile.splits or splits_for(height, width)
     y = torch.empty((num_tokens, height), dtype=dtype, device=rows.device)
     sums = y
     if splits > 1:

@@ -53,9 +53,9 @@ def take_note(home: Path) -> dict[str, float]:
 def _timed(name: str, seconds: list[float]) -> Iterator[None]:
     original: Callable[..., Any] = getattr(engine.runner, name)
 
-    def load(*arguments: object) -> object:
+    def load(*arguments: object, **options: object) -> object:
         began_s = time.perf_counter()
-        weights = original(*arguments)
+        weights = original(*arguments, **options)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began_s)

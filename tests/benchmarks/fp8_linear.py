@@ -36,10 +36,13 @@ CACHE_BYTES = 4 * 60e6
 ROUNDS = 15
 BYTES_A_US = {"H200": 4.46e6, "H100": 3.35e6}
 LARGEST_ERROR = 4e-3
-TILES = tuple(
-    MidTile(block_n, stages, warps)
-    for block_n, warps in ((64, 4), (128, 4), (128, 8))
-    for stages in (3, 4, 5, 6)
+TILES = (
+    MidTile(64, 4, 4),
+    MidTile(64, 6, 4),
+    MidTile(64, 5, 4, 1),
+    MidTile(64, 5, 4, 2),
+    MidTile(128, 4, 8),
+    MidTile(128, 3, 4),
 )
 
 
@@ -98,7 +101,7 @@ def variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Callable[[Dat
         yield "fp8_of_many", lambda data: fp8_linear_many(data.x, data.quantised, None)
     if tiles and num_rows <= MAX_ROWS:
         for tile in TILES:
-            name = f"tile_{tile.block_n}x{tile.stages}x{tile.num_warps}"
+            name = f"tile_{tile.block_n}x{tile.stages}x{tile.num_warps}x{tile.splits or 'auto'}"
             yield name, partial(by_tile, tile=tile)
 
 

@@ -24,10 +24,17 @@ CASES = {
 }
 
 
-def outputs(base: Path, adapter: Path, backend: str, dtype: str) -> list[list[int]]:
+def outputs(
+    base: Path, adapter: Path, backend: str, dtype: str, quantization: str = "none"
+) -> list[list[int]]:
     """Returns the tokens of prompts in chunks beside decodes, with and without an adapter."""
     runner: ModelRunner = make_runner(
-        base, backend=backend, dtype=dtype, block_size=16, max_num_seqs=8
+        base,
+        backend=backend,
+        dtype=dtype,
+        quantization=quantization,
+        block_size=16,
+        max_num_seqs=8,
     )
     runner.load_adapter("adapter", adapter)
     assert runner.adapters.acquire("adapter")
@@ -60,4 +67,18 @@ def test_mixed_steps_of_a_family_give_what_the_reference_gives(
     adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
     expected = outputs(base, adapter, "reference", dtype)
     assert outputs(base, adapter, "triton", dtype) == expected
+    assert len(set(map(tuple, expected))) == len(OWNERS)
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo 3"])
+def test_mixed_steps_in_fp8_give_what_the_reference_gives(name: str, tmp_path: Path) -> None:
+    """A family with biases, and one with norms after its products."""
+    changes: dict[str, object] = {"num_hidden_layers": 2}
+    if "layer_types" in VARIANTS[name].changes:
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    variant = replace(VARIANTS[name], changes=VARIANTS[name].changes | changes)
+    base = make_family_base(tmp_path / "base", variant)
+    adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
+    expected = outputs(base, adapter, "reference", "float16", "fp8")
+    assert outputs(base, adapter, "triton", "float16", "fp8") == expected
     assert len(set(map(tuple, expected))) == len(OWNERS)

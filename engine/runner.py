@@ -99,24 +99,11 @@ class ModelRunner:
         self._model = Model(self.model_config, self._weights, self.max_model_len)
         weight_bytes += self._model.table_bytes if empty is not None else 0
         self.adapters = self._make_pool(config, weight_bytes)
-        if empty is None:
-            self.num_blocks = count_blocks(
-                self.model_config, self.kv_layout, config, self.max_model_len, self.dtype
-            )
-            if config.num_blocks is not None or config.kv_cache_bytes is not None:
-                size = block_bytes(self.model_config, self.kv_layout, self.dtype)
-                kv = "the KV cache (num_blocks or kv_cache_bytes)"
-                check_asked(
-                    {kv: self.num_blocks * size},
-                    available_bytes(),
-                    "this machine, apart from other processes,",
-                )
-        else:
-            use = self._measure(config, empty, weight_bytes, uses_triton, calls)
-            layout, length = self.kv_layout, self.max_model_len
-            plan = plan_kv(self.model_config, layout, config, length, self.dtype, use)
-            logger.info("device memory\n%s", plan.table())
-            self.num_blocks = plan.num_blocks
+        self.num_blocks = (
+            self._blocks_on_cpu(config)
+            if empty is None
+            else self._blocks_on_device(config, empty, weight_bytes, uses_triton, calls)
+        )
         with explain_out_of_memory(
             "making the KV blocks", ("gpu_memory_utilization", "num_blocks")
         ):
@@ -255,6 +242,31 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
+    def _blocks_on_cpu(self, config: EngineConfig) -> int:
+        num_blocks = count_blocks(
+            self.model_config, self.kv_layout, config, self.max_model_len, self.dtype
+        )
+        if config.num_blocks is not None or config.kv_cache_bytes is not None:
+            size = block_bytes(self.model_config, self.kv_layout, self.dtype)
+            kv = "the KV cache (num_blocks or kv_cache_bytes)"
+            machine = "this machine, apart from other processes,"
+            check_asked({kv: num_blocks * size}, available_bytes(), machine)
+        return num_blocks
+
+    def _blocks_on_device(
+        self,
+        config: EngineConfig,
+        empty: EmptyDevice,
+        weight_bytes: int,
+        uses_triton: bool,
+        calls: frozenset[KernelCall],
+    ) -> int:
+        use = self._measure(config, empty, weight_bytes, uses_triton, calls)
+        layout, length = self.kv_layout, self.max_model_len
+        plan = plan_kv(self.model_config, layout, config, length, self.dtype, use)
+        logger.info("device memory\n%s", plan.table())
+        return plan.num_blocks
+
     def _measure(
         self,
         config: EngineConfig,

@@ -27,7 +27,10 @@ _SLOW_FILES = (
     "test_serve_haproxy",
     "test_registry_plain",
     "test_engine_model",
+    "test_engine_windows",
     "test_engine_families",
+    "test_fp8",
+    "test_engine_parity",
     "test_serve_register",
     "test_registry_server",
     "test_registry_postgres",
@@ -45,6 +48,11 @@ _SLOW_FILES = (
     "test_tenancy_oidc",
     "test_benchmark_soak",
     "test_hopper_attention_compiles",
+    "test_engine_gguf",
+    "test_engine_moved_scales",
+    "test_engine_compressed_tensors",
+    "test_engine_gptq_awq",
+    "test_lora_saved_modules",
 )
 # Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
 # which it waits, this is the longest part of all.

@@ -63,7 +63,7 @@ def test_an_existing_folder_is_never_written_to(tmp_path: Path) -> None:
 def test_each_type_and_architecture_is_read_as_transformers_does(
     tmp_path: Path, architecture: str
 ) -> None:
-    """Of each layer's matrices, every second one has another type of blocks."""
+    """Every second matrix of a layer has another type of blocks."""
     hidden = 512 if architecture == "qwen3" else 256  # transformers takes heads of 128 for granted
     path = write_gguf(tmp_path / "tiny.gguf", architecture, TYPES, hidden=hidden)
     out = tmp_path / "base"

@@ -127,12 +127,9 @@ def register_adapter(
         with _refused(what):
             if parity is not None:  # whether there are packages and memory, before all work
                 plan = plan_parity(folder, base_folder, len(effect.PROBES))
+            limits = limits or ConversionLimits(MAX_ERROR)
             made = convert_adapter(
-                folder,
-                base_folder,
-                _new_folder(scratch, "lora"),
-                limits or ConversionLimits(MAX_ERROR),
-                _notice(progress),
+                folder, base_folder, _new_folder(scratch, "lora"), limits, _notice(progress)
             )
             words = [] if made is None else [made.words]
             folder = folder if made is None else Path(scratch) / "lora"

@@ -24,18 +24,22 @@ class EngineLimits:
 
     max_model_len: int
     vocab_size: int
-    max_kv_tokens: int
+    max_kv_tokens: int  # of all sequences together
     # For a router's estimates:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefix_chunk: int = 32  # tokens of one prefix digest
     adapter_pool_bytes: int = 0  # device memory for adapters
     adapter_page_bytes: int = 0  # of an adapter of rank 16 at all sites but the optional
+    # Of one sequence that has all KV blocks: with windows, many short ones may hold more together.
+    # None: as many as all together.
+    max_sequence_tokens: int | None = None
 
     @property
     def max_request_tokens(self) -> int:
         """The maximum number of tokens of one request, prompt and output together."""
-        return min(self.max_model_len, self.max_kv_tokens)
+        most = self.max_sequence_tokens
+        return min(self.max_model_len, self.max_kv_tokens if most is None else most)
 
 
 def check_request(

@@ -82,6 +82,7 @@ class Engine:
             chunk_size(layout.hit_size),
             runner.adapters.reserved_bytes,
             runner.adapters.page_bytes,
+            layout.longest(runner.num_blocks, uncommitted, runner.max_model_len),
         )
         self._runner = runner
         self._adapters = runner.adapters

@@ -117,11 +117,11 @@ def _warn_of_short_requests(
     num_blocks: int, layout: KVLayout, config: EngineConfig, max_model_len: int, advice: str
 ) -> None:
     """Warns if the longest sequence that all KV blocks hold is below `max_model_len`."""
-    num_tokens = layout.num_tokens(num_blocks, _uncommitted(config), max_model_len)
+    num_tokens = layout.longest(num_blocks, _uncommitted(config), max_model_len)
     if num_tokens < max_model_len:
         logger.warning(
-            "all KV blocks hold %d tokens, max_model_len is %d: longer requests are refused; "
-            "to make room %s",
+            "all KV blocks hold a request of %d tokens, max_model_len is %d: longer ones are "
+            "refused; to make room %s",
             num_tokens,
             max_model_len,
             advice,

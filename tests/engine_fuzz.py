@@ -118,7 +118,11 @@ class Fuzz:
         max_batched = rng.choice((1, 3, 8, 64))
         windows = rng.choice(_WINDOWS)
         layout = kv_layout(windows, block_size, max_len)
-        least = layout.blocks_needed(max_len, num_uncommitted(max_batched, runs_ahead=True))
+        uncommitted = num_uncommitted(max_batched, runs_ahead=True)
+        least, fewest = (
+            layout.blocks_needed(length, uncommitted)
+            for length in (max_len, rng.randint(2, max_len))
+        )
         width = rng.choice((8, 64)) if device == "cpu" else rng.choice((64, 2048, 16384))
         sites = (Site("site", width, (Slice("module", width),)),)
         page_bytes = PageLayout(sites, torch.float32).page_bytes
@@ -134,7 +138,7 @@ class Fuzz:
             room,
             copier=copier if device == "cpu" else None,
         )
-        self.num_blocks, self.width = rng.randint(least, 3 * least), width
+        self.num_blocks, self.width = rng.randint(fewest, 3 * least), width
         self.runner = FuzzRunner(self.num_blocks, block_size, self.pool, max_len, layout)
         self.runner.runs_ahead = rng.random() < 0.8
         self.names = [f"adapter-{i}" for i in range(1, rng.randint(2, 7))]
@@ -153,7 +157,7 @@ class Fuzz:
         )
         self.may_fail = rng.random() < 0.4
         self.prefixes = [[rng.randint(1, 15) for _ in range(max_len)] for _ in range(3)]
-        self.max_len = max_len
+        self.max_len = self.engine.limits.max_request_tokens  # less where there are few blocks
         self.requests: dict[str, Request] = {}
         self.outputs: dict[tuple[str, int], ChoiceOutput] = {}
         self.aborted: set[str] = set()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.checks.fit import RESERVED_BYTES, estimate_fit, weight_bytes
+from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
+from engine.kv_cache import block_bytes
+from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
@@ -54,6 +58,23 @@ def test_more_memory_has_room_for_more(tmp_path: Path) -> None:
     assert large.num_adapters >= small.num_adapters > 0
     assert not estimate_fit(folder, RESERVED_BYTES).fits
     assert "nothing is left for KV" in estimate_fit(folder, RESERVED_BYTES).facts()["fits"]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_tokens"), [(261, 8192), (260, 6656), (0, 0)])
+def test_a_long_sequence_needs_the_blocks_of_steps_planned_ahead_and_the_null_block(
+    tmp_path: Path, num_blocks: int, num_tokens: int
+) -> None:
+    """A window of 64 tokens and two steps of 2048 lie in 261 blocks of 16; in 260, 52 of 128."""
+    base = make_base(tmp_path / "base", "mistral", sliding_window=64, max_position_embeddings=8192)
+    config, large = read_model_config(base), estimate_fit(base, 8 * GIB)
+    layout = kv_layout(config.sliding_windows, 16, 8192)
+    needed = RESERVED_BYTES + large.weight_bytes + large.num_adapters * large.adapter_bytes
+    needed += (num_blocks + 1) * block_bytes(config, layout, torch.bfloat16)
+    fit = estimate_fit(base, math.ceil(needed / EngineConfig("", "").gpu_memory_utilization) + 1)
+    assert fit.num_adapters == large.num_adapters
+    assert layout.blocks_needed(8192, num_uncommitted(2048, runs_ahead=True)) == 261
+    assert fit.kv_tokens == num_tokens
+    assert fit.fits == bool(num_tokens)
 
 
 def test_a_base_that_is_refused_is_refused_here(tmp_path: Path) -> None:

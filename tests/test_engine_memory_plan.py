@@ -197,14 +197,19 @@ def test_a_base_whose_longest_request_does_not_fit_is_said(
         found = plan_kv(model, layout, config, 64, torch.float32, H200)
         assert found.num_blocks == 3
         assert found.block_bytes == block_bytes(model, layout, torch.float32)
-        assert "hold 48 tokens, max_model_len is 64" in caplog.text
+        assert "hold a request of 48 tokens, max_model_len is 64" in caplog.text
         caplog.clear()
         plan_kv(model, layout, config, 48, torch.float32, H200)
         assert not caplog.text
         # On a CPU as on a GPU.
         assert count_blocks(model, layout, config, 64, torch.float32) == 3
-        assert "hold 48 tokens, max_model_len is 64" in caplog.text
+        assert "hold a request of 48 tokens, max_model_len is 64" in caplog.text
         assert "raise kv_cache_bytes" in caplog.text
         caplog.clear()
         count_blocks(model, layout, config, 48, torch.float32)
-    assert not caplog.text
+        assert not caplog.text
+        # With a window they hold a decode of 64 tokens, and not its prompt in one chunk.
+        windowed = kv_layout([32] * 3, 16, 64)
+        assert windowed.num_tokens(3, 64, 64) == 64
+        count_blocks(model, windowed, config, 64, torch.float32)
+        assert "hold a request of 48 tokens, max_model_len is 64" in caplog.text

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.blocks import BlockPool
 from engine.core import Engine
+from engine.errors import ContextLengthError
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.model_config import read_model_config
 from engine.types import Request, SamplingParams, ScheduledSequence, Sequence
@@ -285,6 +286,26 @@ def test_the_limits_are_those_of_the_longest_sequence_that_fits() -> None:
     assert engine.limits.prefix_chunk == 32
     roomy, _ = make_engine_of(FakeRunner(4000, 4, layout=layout), 8)
     assert roomy.limits.max_request_tokens == 4096
+
+
+@pytest.mark.parametrize("num_blocks", [17, 24, 31, 32])
+def test_no_request_waits_for_more_blocks_than_there_are(num_blocks: int) -> None:
+    """All blocks hold 128 tokens of sequences that decode, and less of a prompt of which a chunk of
+    64 tokens is computed at a time beside its window."""
+    layout = kv_layout([64], 4, 128)
+    runner = FakeRunner(num_blocks, 4, layout=layout)
+    runner.max_model_len = 128
+    engine, _ = make_engine_of(runner, 64)
+    longest = layout.longest(num_blocks, 64, 128)
+    assert engine.limits.max_kv_tokens == 128
+    assert engine.limits.max_request_tokens == longest
+    if longest < 128:
+        with pytest.raises(ContextLengthError, match=f"hold {longest} tokens"):
+            engine.add_request(make_request("long", longest + 1, max_tokens=0))
+    engine.add_request(make_request("most", longest - 1, max_tokens=1))
+    outputs = [output for _ in range(4) for output in engine.step().outputs]
+    assert [(one.request_id, len(one.token_ids)) for one in outputs] == [("most", 1)]
+    assert not engine.has_work
 
 
 def make_engine_of(runner: FakeRunner, budget: int) -> tuple[Engine, FakeRunner]:

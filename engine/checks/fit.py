@@ -93,16 +93,16 @@ def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
         memory_bytes=memory_bytes,
         adapter_bytes=page,
         num_adapters=pool // page,
-        kv_tokens=_kv_tokens(config, max(0, left), dtype),
+        kv_tokens=_kv_tokens(config, max(0, left), dtype, runs_ahead=is_cuda),
     )
 
 
-def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype) -> int:
+def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_ahead: bool) -> int:
     length = config.usual_len
     layout = kv_layout(config.sliding_windows, _CONFIG.block_size, length)
-    uncommitted = num_uncommitted(_CONFIG.max_num_batched_tokens, runs_ahead=False)
-    num_blocks = num_bytes // block_bytes(config, layout, dtype)
-    return layout.num_tokens(num_blocks, uncommitted, length)
+    uncommitted = num_uncommitted(_CONFIG.max_num_batched_tokens, runs_ahead=runs_ahead)
+    num_blocks = num_bytes // block_bytes(config, layout, dtype) - layout.num_null_blocks
+    return layout.num_tokens(max(0, num_blocks), uncommitted, length)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

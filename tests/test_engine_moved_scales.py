@@ -127,6 +127,15 @@ def test_registration_follows_the_base_of_an_adapter(tmp_path: Path) -> None:
     adapter = tmp_path / "named"
     with pytest.raises(RegistrationError, match="is for AWQ bases, this one is plain"):
         register_adapter(registry, adapter, "named", "plain", cache=cache, unquantized_base=base)
+    for wrong in (tmp_path / "nowhere", base / "config.json"):
+        with pytest.raises(RegistrationError, match=f"--unquantized-base {wrong} is no folder"):
+            register_adapter(
+                registry, adapter, "named", "tiny", cache=cache, unquantized_base=wrong
+            )
+    with pytest.raises(RegistrationError, match="--parity is not for --unquantized-base"):
+        register_adapter(
+            registry, adapter, "named", "tiny", cache=cache, unquantized_base=base, parity=1e-3
+        )
     version = register_adapter(
         registry, adapter, "named", "tiny", cache=cache, unquantized_base=base
     ).version

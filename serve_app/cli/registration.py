@@ -221,6 +221,10 @@ def _check_lineage(
         raise RegistrationError(
             f"--unquantized-base is for AWQ bases, this one is {base.quantization or 'plain'}"
         )
+    elif not (unquantized_base / "config.json").is_file():
+        raise RegistrationError(
+            f"--unquantized-base {unquantized_base} is no folder of a base: it has no config.json"
+        )
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

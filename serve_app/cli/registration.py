@@ -134,7 +134,7 @@ def register_adapter(
                 limits or ConversionLimits(MAX_ERROR),
                 _notice(progress),
             )
-            words = [] if made is None else [made.words]
+            words = [made.words] if made is not None and made.words else []
             folder = folder if made is None else Path(scratch) / "lora"
             if unquantized_base is not None:
                 folded = _new_folder(scratch, "folded")

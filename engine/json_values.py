@@ -36,13 +36,17 @@ def refuse(key: str, value: object, reason: str) -> NoReturn:
 
 
 def positive_int(
-    raw: Mapping[str, object], key: str, default: int | None = None, least: int = 1
+    raw: Mapping[str, object],
+    key: str,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_DIMENSION,
 ) -> int:
     value = raw.get(key)
     if value is None:
         value = default
-    if type(value) is not int or not least <= value <= MAX_DIMENSION:
-        refuse(key, value, f"a whole number from {least} to {MAX_DIMENSION} is needed")
+    if type(value) is not int or not least <= value <= most:
+        refuse(key, value, f"a whole number from {least} to {most} is needed")
     return value
 
 

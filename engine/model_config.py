@@ -28,6 +28,7 @@ from engine.weight_files import tensor_names
 from lora.module_names import canonical
 from lora.sites import Site, Slice
 
+_MAX_LAYERS = 4096  # each has names and shapes before any file is opened; the deepest have 126
 _OUTER_KEYS = ("tie_word_embeddings", "eos_token_id")  # beside text_config, where they win
 
 
@@ -108,7 +109,7 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
     if (activation := raw.get(family.activation_key, computed)) != computed:
         refuse(family.activation_key, activation, f"only {computed} is computed")
     has_bias = family.reads_attention_bias and flag(raw, "attention_bias")
-    num_layers = positive_int(raw, "num_hidden_layers")
+    num_layers = positive_int(raw, "num_hidden_layers", most=_MAX_LAYERS)
     max_position = positive_int(raw, "max_position_embeddings")
     types = _layer_types(raw, family, num_layers)
     ropes = parse_ropes(raw, family, types, max_position, head_dim)

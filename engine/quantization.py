@@ -9,12 +9,13 @@ which is finer. Free of tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import UnsupportedModelError
-from engine.json_values import flag, positive_int, refuse
+from engine.json_values import MAX_DIMENSION, flag, positive_int, refuse
 from lora.errors import AdapterError
 from lora.patterns import Limits, compile_pattern
 
@@ -211,12 +212,14 @@ def _block(
 
 def _pair(key: str, value: object) -> tuple[int, int]:
     if isinstance(value, str):
-        value = [int(part) for part in value.split("x") if part.isdecimal()]
+        parts = value.split("x")
+        is_read = all(re.fullmatch(r"[0-9]{1,8}", part) for part in parts)
+        value = [int(part) for part in parts] if is_read else value
     if isinstance(value, list) and len(value) == 2:
         rows, columns = value
-        if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
+        if all(type(size) is int and 1 <= size <= MAX_DIMENSION for size in value):
             return rows, columns
-    refuse(key, value, "two positive numbers are needed, rows and columns")
+    refuse(key, value, f"rows and columns are needed, two numbers from 1 to {MAX_DIMENSION}")
 
 
 def _parse_fp8(values: Mapping[str, object]) -> _Parsed:

@@ -113,7 +113,7 @@ def _packed_parts(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> 
         case Awq(group_size):
             if rows % 8:
                 raise StoredError("qweight", f"cannot hold {rows} rows: no multiple of 8")
-            groups = _num_groups(columns, group_size)
+            groups = _num_groups(columns, group_size, "scales")
             return {
                 "qweight": Part(((columns, rows // 8),), ("I32",)),
                 "qzeros": Part(((groups, rows // 8),), ("I32",)),
@@ -280,9 +280,11 @@ def _scale_shapes(
     return ((-(-rows // block[0]), -(-columns // block[1])),)
 
 
-def _num_groups(columns: int, group_size: int) -> int:
+def _num_groups(columns: int, group_size: int, part: str = "weight_scale") -> int:
     if columns % group_size:
-        raise StoredError("weight_scale", f"groups of {group_size} do not divide {columns} columns")
+        raise StoredError(
+            part, f"cannot have groups of {group_size}: they do not divide {columns} columns"
+        )
     return columns // group_size
 
 
@@ -301,7 +303,8 @@ def _by_columns(
         return values.reshape(-1, 1)[rows]
     assert block is not None
     lines = torch.arange(rows.start, rows.stop, device=values.device) // block[0]
-    return values[lines].repeat_interleave(block[1], dim=1)[:, :columns]
+    # A block may be wider than the matrix.
+    return values[lines].repeat_interleave(min(block[1], columns), dim=1)[:, :columns]
 
 
 def _by_order(

@@ -39,7 +39,7 @@ class ConversionLimits:
         minutes = flops / _rate() / 60
         if minutes > self.max_minutes:
             raise AdapterError(
-                f"{what} would take about {minutes:.0f} minutes on this machine, allowed are "
+                f"{what} would take about {minutes:.2g} minutes on this machine, allowed are "
                 f"{self.max_minutes:g} (--max-minutes)"
             )
         return minutes
@@ -49,7 +49,7 @@ class ConversionLimits:
         minutes = (time.monotonic() - began_s) / 60
         if minutes > self.max_minutes:
             raise AdapterError(
-                f"{what} was stopped after {minutes:.1f} minutes, allowed are "
+                f"{what} was stopped after {minutes:.2g} minutes, allowed are "
                 f"{self.max_minutes:g} (--max-minutes)"
             )
 

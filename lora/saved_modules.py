@@ -271,12 +271,12 @@ def _check_bytes(found: Mapping[str, _Halves], limits: ConversionLimits) -> None
     sizes = {m: _HALF * (lora.a.numel() + lora.b.numel()) for m, lora in found.items()}
     if (total := sum(sizes.values())) > limits.max_bytes:
         each = ", ".join(
-            f"{module} {size / 1024**2:.0f} MiB (rank {len(found[module].a)})"
+            f"{module} {size / 1024**2:.4g} MiB (rank {len(found[module].a)})"
             for module, size in sizes.items()
         )
         raise AdapterError(
-            f"as LoRA the saved modules take {total / 1024**2:.0f} MiB of the device's memory, "
-            f"allowed are {limits.max_bytes / 1024**2:.0f} (--max-saved-mib): {each}"
+            f"as LoRA the saved modules take {total / 1024**2:.4g} MiB of the device's memory, "
+            f"allowed are {limits.max_bytes / 1024**2:.4g} (--max-saved-mib): {each}"
         )
 
 

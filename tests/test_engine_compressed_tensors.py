@@ -15,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModelError
+from engine.json_values import MAX_DIMENSION
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
 from tests.engine_helpers import (
@@ -239,6 +240,35 @@ def test_fp8_in_blocks_equals_transformers(tmp_path: Path, size: int) -> None:
     check_equal(folder, weights)
     model = Checkpoint(folder, read_model_config(folder))
     assert model.e4m3_rows("model.layers.0.mlp.up_proj") is None
+
+
+def test_a_block_that_is_wider_than_a_matrix_takes_the_memory_of_the_matrix(
+    tmp_path: Path,
+) -> None:
+    """Spread over its own columns, the one scale of each row of blocks would take 4 GiB."""
+
+    def quantize(module: str, weight: torch.Tensor) -> Quantized:
+        made = fp8_tensor(weight, "weight_scale_inv")
+        scale = made.parts["weight_scale_inv"].view(1, 1)
+        return Quantized({"weight": made.parts["weight"], "weight_scale_inv": scale}, made.weight)
+
+    folder, weights = write_quantized(
+        make_base(tmp_path / "base"),
+        tmp_path / "quantized",
+        {"quant_method": "fp8", "weight_block_size": [MAX_DIMENSION, MAX_DIMENSION]},
+        quantize,
+    )
+    check_equal(folder, weights)
+
+
+@pytest.mark.parametrize(
+    "size", [[0, 16], [16], [2**40, 16], [16, 2**70], "1x", "128x128x", "9" * 5000 + "x16"]
+)
+def test_an_absurd_size_of_a_block_is_refused_with_its_key(tmp_path: Path, size: object) -> None:
+    folder = make_base(tmp_path / "base")
+    set_quantization(folder, {"quant_method": "fp8", "weight_block_size": size})
+    with pytest.raises(UnsupportedModelError, match=r"weight_block_size is .*from 1 to 16777216"):
+        read_model_config(folder)
 
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])

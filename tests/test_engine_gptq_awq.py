@@ -235,3 +235,10 @@ def test_numbers_that_cannot_be_read_surely_are_refused(
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=message):
         Checkpoint(folder, read_model_config(folder))
+
+
+def test_groups_that_do_not_divide_the_columns_are_refused_with_the_part(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    folder, _ = write_quantized(base, tmp_path / "quantized", AWQ | {"group_size": 32}, awq)
+    with pytest.raises(UnsupportedModelError, match=r"scales cannot have groups of 32: .* 48 col"):
+        Checkpoint(folder, read_model_config(folder))

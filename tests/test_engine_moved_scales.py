@@ -127,11 +127,31 @@ def test_registration_follows_the_base_of_an_adapter(tmp_path: Path) -> None:
     adapter = tmp_path / "named"
     with pytest.raises(RegistrationError, match="is for AWQ bases, this one is plain"):
         register_adapter(registry, adapter, "named", "plain", cache=cache, unquantized_base=base)
+    for wrong in (tmp_path / "nowhere", base / "config.json"):
+        with pytest.raises(RegistrationError, match=f"--unquantized-base {wrong} is no folder"):
+            register_adapter(
+                registry, adapter, "named", "tiny", cache=cache, unquantized_base=wrong
+            )
+    with pytest.raises(RegistrationError, match="--parity is not for --unquantized-base"):
+        register_adapter(
+            registry, adapter, "named", "tiny", cache=cache, unquantized_base=base, parity=1e-3
+        )
     version = register_adapter(
         registry, adapter, "named", "tiny", cache=cache, unquantized_base=base
     ).version
     assert version.converted.startswith("LoRA folded for AWQ, scales of 0.4")
     assert version.base_digest == registered.version.digest
+    saved = shutil.copytree(adapter, tmp_path / "saved")  # a module that equals the base's
+    config = json.loads((saved / "adapter_config.json").read_text())
+    config["modules_to_save"] = ["embed_tokens"]
+    (saved / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(saved / "adapter_model.safetensors")
+    key = "model.embed_tokens.weight"
+    tensors[f"base_model.model.{key}"] = load_file(awq / SINGLE_FILE)[key]
+    save_file(tensors, saved / "adapter_model.safetensors", metadata={"format": "pt"})
+    same = register_adapter(registry, saved, "saved", "tiny", cache=cache, unquantized_base=base)
+    assert same.version.converted == version.converted
+    assert "the saved model.embed_tokens equals the base's: it is left out" in same.warnings
     # Its files are for this base alone.
     folded = registry.fetch(version, cache)
     again = register_adapter(registry, folded, "again", "tiny", cache=cache).version

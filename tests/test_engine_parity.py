@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.checks.validation import ConversionLimits, convert_adapter
 from engine.errors import EngineMemoryError, ParityError, UnsupportedModelError
 from tests.engine_helpers import make_adapter, make_base, random_prompt
 from tests.peft_kinds import LINEARS, save_peft
+from tests.quantized_bases import set_quantization
 from tests.test_engine_alora import make_alora
 
 PROMPTS = (random_prompt(9, seed=1), random_prompt(300, seed=2))  # the second is cut
@@ -109,6 +111,21 @@ def test_base_that_memory_does_not_hold_is_refused_before_it_is_loaded(
     monkeypatch.setattr(parity, "available_bytes", lambda: 16 * 1024**3)
     with pytest.raises(EngineMemoryError, match=r"needs 30\.\d GiB .*, 16\.0 are .* 8\.03 billion"):
         plan_parity(folder, base, 6)
+
+
+def test_quantized_base_is_refused_with_the_reason(base: Path, tmp_path: Path) -> None:
+    """transformers rounds activations where the scheme says so, which the engine does not."""
+    folder = lora(tmp_path / "adapter", base)
+    args = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    groups = {"a": {"targets": ["Linear"], "weights": args, "input_activations": activations}}
+    quantized = shutil.copytree(base, tmp_path / "quantized")
+    set_quantization(
+        quantized,
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups},
+    )
+    with pytest.raises(ParityError, match=r"this one is compressed-tensors int-quantized, 8 bits"):
+        plan_parity(folder, quantized, 1)
 
 
 def test_base_without_weights_here_is_refused(base: Path, tmp_path: Path) -> None:

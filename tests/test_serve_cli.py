@@ -434,6 +434,45 @@ def test_doctor_fails_where_the_home_cannot_be_written(
     assert "must be put right" in captured.err
 
 
+def test_doctor_of_a_base_says_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_base_folder(tmp_path / "base")
+    assert run("doctor", "--base", str(base), "--memory", "80") == 0
+    assert "yes, with about" in capsys.readouterr().out
+    assert run("doctor", "--base", str(base), "--memory", "0.1") == 1
+    captured = capsys.readouterr()
+    assert "no: nothing is left for KV" in captured.out
+    assert "before loraplex can serve this base" in captured.err
+
+
+def test_doctor_refuses_a_base_that_is_no_folder_and_a_wrong_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_base_folder(tmp_path / "base")
+    for path in (tmp_path / "nowhere", base / "config.json"):
+        assert run("doctor", "--base", str(path)) == 1
+        assert f"--base {path} is not a folder" in capsys.readouterr().err
+    for memory in ("-1", "0", "nan", "inf", "1e300"):
+        assert run("doctor", "--base", str(base), "--memory", memory) == 2
+        assert "'--memory'" in capsys.readouterr().err
+    assert run("doctor", "--memory", "80") == 1
+    assert "--memory is 80: it is for --base FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--parity-bound", "--max-minutes", "--max-saved-mib", "--max-error"]
+)
+def test_options_of_numbers_refuse_what_is_none(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["-1", "nan", *(["inf"] if option in ("--max-saved-mib", "--max-error") else [])]
+    for value in wrong:
+        words = (str(tmp_path), "--name", "a", "--base", "b", option, value)
+        assert run("register", "adapter", *words) == 2
+        assert option in capsys.readouterr().err
+
+
 def test_errors_of_the_rooms_become_sentences(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

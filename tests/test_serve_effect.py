@@ -214,6 +214,8 @@ def test_prompt_longer_than_the_base_takes_is_refused(
     for option in ("--parity", "--no-store"):
         assert run("check", "pirate", option, "--prompt", "Ahoy", "--prompt", "y" * 129) == 1
         assert "prompt 2 has 129 tokens, the base takes 128" in capsys.readouterr().err
+        assert run("check", "pirate", option, "--prompt", "Ahoy", "--prompt", "") == 1
+        assert "prompt 2 is empty" in capsys.readouterr().err
 
 
 def test_registration_compares_with_peft_and_refuses_beyond_the_bound(

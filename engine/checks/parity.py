@@ -45,9 +45,18 @@ class ParityPlan:
 
 
 def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan:
-    """Checks what can be checked before anything is loaded. Raises ParityError if transformers or
-    PEFT cannot be imported or the base has no weights here, and EngineMemoryError if memory does
-    not suffice for the base in float32, the adapter and the logits."""
+    """Checks what can be checked before anything is loaded. Raises ParityError if the base
+    is quantized or transformers or PEFT cannot be imported, UnsupportedModelError if the base has
+    no weights here, and EngineMemoryError if memory does not suffice for the base in float32, the
+    adapter and the logits."""
+    config = read_model_config(base_folder)
+    if config.quantization is not None:
+        # transformers computes by the scheme: it rounds activations, or needs kernels of a device.
+        raise ParityError(
+            f"the comparison with PEFT is of plain bases, this one is {config.quantization.words}: "
+            "transformers computes it with other kernels and may round its activations, the "
+            "engine serves it dequantized"
+        )
     try:
         from engine.tools import peft_reference  # seconds, and packages that serving does not need
     except ImportError as error:
@@ -55,7 +64,6 @@ def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan
             f"the comparison with PEFT needs transformers and peft ({error}): "
             "pip install 'loraplex[parity]'"
         ) from error
-    config = read_model_config(base_folder)
     num_parameters = num_stored_parameters(base_folder)
     # PEFT reads the file and copies it into modules; saved modules stand beside the base's own.
     adapter = 4 * (folder / WEIGHTS_FILE).stat().st_size if (folder / WEIGHTS_FILE).is_file() else 0

@@ -58,13 +58,15 @@ def complete_prompts(
 
 def check_given(prompts: Prompts, folder: Path, config: ModelConfig) -> None:
     """Checks the prompts that a user gave for the adapter of `folder`. Raises ContextLengthError
-    for one beyond the base's length, and InvalidRequestError for one without the adapter's
-    invocation tokens: the base alone would answer it."""
+    for one beyond the base's length, and InvalidRequestError for an empty one, and for one without
+    the adapter's invocation tokens: the base alone would answer it."""
     try:
         invocation = read_peft_config(folder).invocation
     except AdapterError:  # the check itself reports it
         invocation = ()
     for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InvalidRequestError(f"prompt {number} is empty: it has no tokens")
         if len(prompt) > config.usual_len:
             raise ContextLengthError(
                 f"prompt {number} has {len(prompt)} tokens, the base takes {config.usual_len}"

@@ -33,6 +33,7 @@ from engine.tools.gguf_config import (
     hugging_face_name,
     make_config,
 )
+from engine.tools.gguf_header import check_header
 from engine.weight_files import INDEX_FILE, SINGLE_FILE
 from engine.weight_shapes import expected_shapes, is_norm
 
@@ -47,11 +48,13 @@ _EOS_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 def convert_gguf(
     gguf_path: Path, out_dir: Path, progress: Callable[[str], None] = logger.info
 ) -> None:
-    """Writes `out_dir` as a whole or not at all. Raises OSError or ValueError for an unreadable
-    file, UnsupportedModelError for a model or a type that is not read."""
+    """Writes `out_dir` as a whole or not at all. Raises OSError for a file that cannot be opened,
+    UnsupportedModelError for one that is no GGUF or is cut off, and for a model, a tokenizer or a
+    type that is not read."""
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} exists")
     progress(f"reading {gguf_path.name}")
+    check_header(gguf_path)
     reader = GGUFReader(gguf_path)
     metadata = Metadata({name: field.contents() for name, field in reader.fields.items()})
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -64,8 +67,8 @@ def convert_gguf(
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
         _save_json(partial / "config.json", config)
-        ids = [metadata.fields[key] for key in _EOS_KEYS if key in metadata.fields]
-        _save_json(partial / "generation_config.json", {"eos_token_id": list(dict.fromkeys(ids))})
+        ids = _eos_ids(metadata, parsed.vocab_size)
+        _save_json(partial / "generation_config.json", {"eos_token_id": ids})
         _save_tokenizer(gguf_path, partial)
         progress("converting to bfloat16 safetensors")
         _save_weights(partial, named, metadata.architecture, parsed)
@@ -75,6 +78,18 @@ def convert_gguf(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _eos_ids(metadata: Metadata, vocab_size: int) -> list[int]:
+    ids = {}
+    for key in _EOS_KEYS:
+        value = metadata.fields.get(key)
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise UnsupportedModelError(f"{key} is {value!r}, the model has {vocab_size} tokens")
+        ids[value] = key
+    return list(ids)
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
@@ -166,8 +181,13 @@ def _slices(tensor: ReaderTensor) -> Iterator[torch.Tensor]:
 def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # The bar over a GGUF's tensors ignores the line above; errors are exceptions.
-    with contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    except Exception as error:  # the library lets out whatever a wrong list of tokens causes
+        raise UnsupportedModelError(
+            f"transformers cannot read the tokenizer: {type(error).__name__}: {error}"
+        ) from error
     tokenizer.save_pretrained(folder)
 
 

@@ -95,7 +95,9 @@ class Metadata:
         if value is None and default is not None:
             return default
         if type(value) is not int or value < 1:
-            raise UnsupportedModelError(f"{self.name}.{key} is {value!r}: a number is needed")
+            raise UnsupportedModelError(
+                f"{self.name}.{key} is {value!r}: a whole number from 1 on is needed"
+            )
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -126,6 +128,8 @@ def make_config(
 ) -> dict[str, object]:
     """Returns config.json. `shapes`: of all tensors, by GGUF's names; `rope_tensors`: the numbers
     of those of ROPE_TENSORS that the file has."""
+    if "token_embd.weight" not in shapes:
+        raise UnsupportedModelError("tensor token_embd.weight is missing in the file")
     heads = metadata.integer("attention.head_count")
     hidden = metadata.integer("embedding_length")
     rope_size = metadata.integer("rope.dimension_count", hidden // heads)
@@ -234,6 +238,10 @@ def _check_attention_factor(metadata: Metadata) -> None:
     """Refuses a factor of attention other than LongRoPE's own, which the engine computes."""
     stored = metadata.get(_SCALING + "attn_factor")
     original = metadata.integer(_SCALING + "original_context_length")
+    if original == 1:  # whose logarithm divides
+        raise UnsupportedModelError(
+            f"{metadata.name}.{_SCALING}original_context_length is 1; {_ADVICE}"
+        )
     ratio = metadata.integer("context_length") / original
     usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     if stored is not None and not math.isclose(
@@ -251,6 +259,10 @@ def _llama3_scaling(
     head_dim, theta = config["head_dim"], config["rope_theta"]
     assert isinstance(head_dim, int)
     assert isinstance(theta, float)
+    if theta <= 0:
+        raise UnsupportedModelError(
+            f"{metadata.name}.rope.freq_base is {theta}: it must be positive"
+        )
     for factor, original in _LLAMA3_SCALINGS:
         expected = llama3_divisors(head_dim, theta, factor, original)
         if len(divisors) == len(expected) and all(

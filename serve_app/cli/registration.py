@@ -131,7 +131,7 @@ def register_adapter(
             made = convert_adapter(
                 folder, base_folder, _new_folder(scratch, "lora"), limits, _notice(progress)
             )
-            words = [] if made is None else [made.words]
+            words = [made.words] if made is not None and made.words else []
             folder = folder if made is None else Path(scratch) / "lora"
             if unquantized_base is not None:
                 folded = _new_folder(scratch, "folded")
@@ -217,6 +217,10 @@ def _check_lineage(
     elif not base.quantization.startswith("awq "):
         raise RegistrationError(
             f"--unquantized-base is for AWQ bases, this one is {base.quantization or 'plain'}"
+        )
+    elif not (unquantized_base / "config.json").is_file():
+        raise RegistrationError(
+            f"--unquantized-base {unquantized_base} is no folder of a base: it has no config.json"
         )
 
 

@@ -46,7 +46,9 @@ class Finding:
 
 def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -> None:
     if memory_gib is not None and base is None:
-        raise Failure("--memory is of a device for --base FOLDER")
+        raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
+    if base is not None and not base.is_dir():
+        raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
@@ -62,7 +64,8 @@ def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -
     else:
         print_table(table)
     if failed:
-        raise Failure(f"{failed} of these must be put right before loraplex can serve here")
+        what = "loraplex can serve here" if base is None else "loraplex can serve this base"
+        raise Failure(f"{failed} of these must be put right before {what}")
 
 
 def _base(folder: Path, memory_gib: float | None) -> Iterator[Finding]:

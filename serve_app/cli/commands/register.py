@@ -128,7 +128,7 @@ def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
         folder = Path(scratch) / path.stem
         try:
             convert_gguf(path, folder, lambda stage: progress(stage, 0, path.stat().st_size))
-        except (ValueError, IndexError) as error:
+        except (UnsupportedModelError, ValueError, IndexError) as error:
             raise Failure(f"{path.name} cannot be read: {error}") from error
         yield folder, True
 

@@ -84,7 +84,7 @@ def doctor(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory", min=0.1, help="GiB of the GPU that --base is for"),
+        typer.Option("--memory", min=0.1, max=1e6, help="GiB of the GPU that --base is for"),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -66,7 +66,10 @@ def adapter(
     max_saved_mib: Annotated[
         float,
         typer.Option(
-            "--max-saved-mib", min=0.0, help="The device memory of saved modules, as LoRA, in MiB"
+            "--max-saved-mib",
+            min=0.0,
+            max=1e9,
+            help="The device memory of saved modules, as LoRA, in MiB",
         ),
     ] = 256.0,
     max_minutes: Annotated[

@@ -463,7 +463,7 @@ def test_readme_registration_with_the_cli_and_with_plain_mlflow(
     """Runs in a home of its own, with the demo's folders as the user's."""
     own = tmp_path / "home"
     base, adapter = base_folder(demo_home), ADAPTERS_DIR / "pirate"
-    (commands,) = blocks(REGISTERING, "bash", "loraplex register")
+    (commands,) = blocks(REGISTERING, "bash", "loraplex register base")
     lines = [line.split("#")[0].split() for line in commands.splitlines()]
     register_base, register_adapter, models, check, chat = (line[1:] for line in lines)
     assert chat == ["chat"]

@@ -203,7 +203,8 @@ def test_the_exit_code_of_pip_is_handed_on() -> None:
 def test_every_requirement_is_imported_and_every_import_is_required() -> None:
     project = tomllib.loads(PYPROJECT)["project"]
     required = {_import_name(line) for line in project["dependencies"]}
-    optional = {_import_name(line) for line in project["optional-dependencies"]["demo"]}
+    extras = project["optional-dependencies"]
+    optional = {_import_name(line) for line in (*extras["demo"], *extras["parity"])}
     optional |= {"triton", "accelerate", "gguf", "psycopg2_binary", "opentelemetry"}
     imported: set[str] = set()
     for room in ("serve_app", "engine", "lora", "kernels", "registry"):

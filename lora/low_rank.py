@@ -38,8 +38,9 @@ class ConversionLimits:
         this moment. Raises AdapterError if they are too many."""
         minutes = flops / _rate() / 60
         if minutes > self.max_minutes:
+            shown = f"{minutes:.0f}" if minutes >= 10 else f"{minutes:.2g}"
             raise AdapterError(
-                f"{what} would take about {minutes:.2g} minutes on this machine, allowed are "
+                f"{what} would take about {shown} minutes on this machine, allowed are "
                 f"{self.max_minutes:g} (--max-minutes)"
             )
         return minutes

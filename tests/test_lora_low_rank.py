@@ -66,7 +66,7 @@ def test_time_is_estimated_before_and_watched_during_the_work() -> None:
     with pytest.raises(AdapterError, match=r"the work would take about \d+ minutes .*are 1 \("):
         limits.check_estimate(1e18, "the work")
     limits.check_time(time.monotonic(), "the work")
-    with pytest.raises(AdapterError, match=r"the work was stopped after 2\.0 minutes"):
+    with pytest.raises(AdapterError, match=r"the work was stopped after 2 minutes"):
         limits.check_time(time.monotonic() - 120, "the work")
 
 

@@ -63,8 +63,9 @@ def load_weights(
     checkpoint = Checkpoint(folder, config)
     taken: set[str] = set()
     for name, place in builder.places.items():
-        stored = isinstance(place, E4m3Rows) and checkpoint.e4m3_rows(name.removesuffix(".weight"))
-        if isinstance(place, E4m3Rows) and stored:
+        if not isinstance(place, E4m3Rows):
+            continue
+        if (stored := checkpoint.e4m3_rows(name.removesuffix(".weight"))) is not None:
             place.copy_(E4m3Rows(*stored))
             taken.add(name)
     for name, rows, tensor in checkpoint.stream(device, leave_out=taken):

@@ -29,6 +29,7 @@ from tests.engine_helpers import (
 )
 from tests.quantized_bases import (
     Quantized,
+    Tensors,
     check_equal,
     set_quantization,
     write_plain,
@@ -105,15 +106,21 @@ def config_of(layout: str, args: dict[str, Any], **more: object) -> dict[str, ob
     }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_weights_equal_the_library_bit_for_bit(tmp_path: Path, name: str) -> None:
+def write_scheme(tmp_path: Path, name: str) -> tuple[Path, Tensors]:
+    """Writes a base in one of SCHEMES. Returns its folder and the library's
+    weights."""
     layout, args = SCHEMES[name]
-    folder, weights = write_quantized(
+    return write_quantized(
         make_base(tmp_path / "base"),
         tmp_path / "quantized",
         config_of(layout, args),
         lambda module, weight: compress(layout, args, weight),
     )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_equal_the_library_bit_for_bit(tmp_path: Path, name: str) -> None:
+    folder, weights = write_scheme(tmp_path, name)
     assert len(weights) == 21
     check_equal(folder, weights)
 
@@ -286,13 +293,7 @@ def test_fp8_per_tensor_is_read_and_its_activation_scales_are_not(
 
 @pytest.mark.parametrize("name", ["fp8 per channel", "fp8 per tensor"])
 def test_stored_rows_of_e4m3_can_be_taken_as_they_are(tmp_path: Path, name: str) -> None:
-    layout, args = SCHEMES[name]
-    folder, weights = write_quantized(
-        make_base(tmp_path / "base"),
-        tmp_path / "quantized",
-        config_of(layout, args),
-        lambda module, weight: compress(layout, args, weight),
-    )
+    folder, weights = write_scheme(tmp_path, name)
     checkpoint = Checkpoint(folder, read_model_config(folder))
     module = "model.layers.1.mlp.down_proj"
     found = checkpoint.e4m3_rows(module)

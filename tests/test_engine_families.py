@@ -22,6 +22,7 @@ from engine.weight_files import SINGLE_FILE
 from engine.weights import load_weights
 from lora.adapter import WEIGHTS_FILE, match_tensors, read_adapter
 from lora.errors import AdapterError
+from lora.low_rank import ConversionLimits
 from lora.lycoris import convert_to_lora
 from lora.page_image import PageLayout
 from tests.engine_agreement import make_engine, run_all
@@ -172,7 +173,8 @@ def test_a_loha_adapter_of_a_text_part_becomes_lora(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     sites = lora_sites(read_model_config(base))
-    assert convert_to_lora(tmp_path / "loha", adapter, sites, 64, 0.0).kind == "LoHa"
+    limits = ConversionLimits(max_error=0.0, max_rank=64)
+    assert convert_to_lora(tmp_path / "loha", adapter, sites, limits).kind == "LoHa"
     prompt = random_prompt(20, seed=1)
     expected = expected_logits(base, tmp_path / "loha", prompt)
     assert (expected - expected_logits(base, None, prompt)).abs().max() > 0.1

@@ -86,7 +86,11 @@ def test_greedy_tokens_equal_those_of_hugging_face_in_mixed_steps(base: Path, de
     runner = make_runner(base, needs(device))
     prompts = [random_prompt(n, seed=n) for n in (1, 9, 26, 40)]
     jobs = [
-        Job(make_sequence(prompt, first_block=24 * i), starts_at=3 * (i % 3), chunk=5 + 6 * i)
+        Job(
+            make_sequence(prompt, 28 * i, num_blocks=28, layout=runner.kv_layout),
+            starts_at=3 * (i % 3),
+            chunk=5 + 6 * i,
+        )
         for i, prompt in enumerate(prompts)
     ]
     outputs = run_mixed(runner, jobs, num_tokens=10)
@@ -99,7 +103,7 @@ def test_log_probabilities_are_close_at_every_position(base: Path, device: str) 
     runner = make_runner(base, needs(device))
     prompt = random_prompt(45, seed=3)
     params = SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=3)
-    sequence = make_sequence(prompt, params=params)
+    sequence = make_sequence(prompt, params=params, layout=runner.kv_layout)
     first = step(runner, part(sequence, 20))[0]
     second = step(runner, part(sequence))[0]
     expected = hf_logits(load_hf(base), prompt).log_softmax(-1)

@@ -11,10 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # processes without an engine read the limits: torch takes them four seconds
+    import torch
+
+    _Views = tuple[
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+    ]
 
 PAGE_ROWS = 16  # rank rows of a page of an adapter, at most
 # Maximum token rows of a small tile: the narrow side of an mma of the shrink; an expand holds a
@@ -298,18 +311,9 @@ class LoraPlan:
         )
 
 
-_Views = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-]
-
-
 def _views(buffer: torch.Tensor, layout: _Layout) -> _Views:
+    import torch
+
     small, units, large, counters, pages, weights, end = layout.starts
     return (
         buffer[:small],

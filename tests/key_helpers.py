@@ -9,7 +9,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from serve_app.control.key_calls import KeyCalls
-from serve_app.tenancy.service import KeyOrder, KeyService
+from serve_app.tenancy.orders import KeyOrder
+from serve_app.tenancy.service import KeyService
 from serve_app.tenancy.table import KeyTable
 
 PEPPER = "a pepper of the tests, 32 characters or more"

@@ -33,3 +33,23 @@ def test_transformers_builds_a_model_from_the_repository_root() -> None:
         [sys.executable, "-c", TINY_LLAMA], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# Libraries that take a process seconds and hundreds of megabytes, and that only some of them use:
+# engines, registries and databases.
+HEAVY = {"torch", "triton", "transformers", "mlflow", "sqlalchemy", "alembic", "jwt"}
+LIGHT_MODULES = (
+    "serve_app.api.ingress",
+    "serve_app.app",
+    "serve_app.control.manager",
+    "serve_app.cli.main",
+    "engine.service",
+)
+
+
+def test_processes_without_an_engine_import_no_heavy_library() -> None:
+    code = f"import sys, {', '.join(LIGHT_MODULES)}\nprint(*{HEAVY!r} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout.split(), done.stderr, done.returncode) == ([], "", 0)

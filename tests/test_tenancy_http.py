@@ -25,7 +25,8 @@ from serve_app.tenancy.access import ROUTES, required
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
 from serve_app.tenancy.caller import SCOPES, Caller, KeyPolicy
 from serve_app.tenancy.keys import new_id, new_key
-from serve_app.tenancy.service import KeyOrder, KeyService
+from serve_app.tenancy.orders import KeyOrder
+from serve_app.tenancy.service import KeyService
 from serve_app.tenancy.table import KeyTable
 from tests.ingress_app import make_state
 from tests.key_helpers import LocalManager, make_key, open_service

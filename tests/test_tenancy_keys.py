@@ -30,8 +30,9 @@ from serve_app.tenancy.keys import (
     new_id,
     new_key,
 )
-from serve_app.tenancy.service import KeyOrder, KeyService
-from serve_app.tenancy.store import Act, StoreUnavailableError
+from serve_app.tenancy.orders import Act, KeyOrder
+from serve_app.tenancy.service import KeyService
+from serve_app.tenancy.store import StoreUnavailableError
 from serve_app.tenancy.table import KeyDelta, KeyEntry, KeyTable, RefusedKeyError
 from tests.key_helpers import LocalManager, make_key, open_service, table_of
 from tests.waiting import until

@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from serve_app.config import OidcArgs
 from serve_app.errors import ServiceUnavailableError
-from serve_app.tenancy.oidc import TokenVerifier, is_token
+from serve_app.tenancy.authentication import is_token
+from serve_app.tenancy.oidc import TokenVerifier
 from serve_app.tenancy.table import RefusedKeyError
 from tests.waiting import until
 

@@ -17,7 +17,8 @@ from sqlalchemy import create_engine, inspect
 from serve_app.errors import ConflictError, to_api_error
 from serve_app.tenancy.caller import SCOPES, KeyPolicy
 from serve_app.tenancy.keys import PepperError
-from serve_app.tenancy.store import Act, Store, StoredKey, StoreUnavailableError
+from serve_app.tenancy.orders import Act
+from serve_app.tenancy.store import Store, StoredKey, StoreUnavailableError
 from serve_app.tenancy.tables import METADATA
 from tests.postgres import Postgres, binaries, running_postgres
 

@@ -22,7 +22,7 @@ from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.caller import Scope
 from serve_app.tenancy.durations import MAX_S, seconds_of
 from serve_app.tenancy.keys import id_of, is_id
-from serve_app.tenancy.service import KeyOrder
+from serve_app.tenancy.orders import KeyOrder
 
 router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
 

@@ -18,7 +18,7 @@ from serve_app.errors import ApiError, shown
 from serve_app.http.asgi import json_response
 from serve_app.ray_calls import ask_manager
 from serve_app.tenancy.authentication import ADMIN
-from serve_app.tenancy.ledger import HOUR_S, Group, UsageGroup, UsageQuery, check_groups
+from serve_app.tenancy.orders import HOUR_S, Group, UsageGroup, UsageQuery, check_groups
 
 router = APIRouter(dependencies=[Depends(require_admin)], include_in_schema=False)
 

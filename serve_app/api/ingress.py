@@ -81,8 +81,7 @@ from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
 from serve_app.tenancy.feed import follow
 from serve_app.tenancy.leases import Grants, LeaseRequest
-from serve_app.tenancy.oidc import TokenVerifier
-from serve_app.tenancy.store import Act
+from serve_app.tenancy.orders import Act
 from serve_app.tenancy.table import KeyTable
 from serve_app.tenancy.usage import UsageBatch
 from serve_app.text_workers.pool import TextPool
@@ -289,8 +288,11 @@ def make_accounts(gateway: Gateway) -> Accounts:
 def make_authenticator(tenancy: TenancyArgs) -> Authenticator | None:
     if not tenancy.enabled:
         return None
-    tokens = None if tenancy.oidc is None else TokenVerifier(tenancy.oidc)
-    return Authenticator(KeyTable(), admin_token(), tokens)
+    if tenancy.oidc is None:
+        return Authenticator(KeyTable(), admin_token())
+    from serve_app.tenancy.oidc import TokenVerifier  # needs libraries that the others do not
+
+    return Authenticator(KeyTable(), admin_token(), TokenVerifier(tenancy.oidc))
 
 
 @serve.ingress()

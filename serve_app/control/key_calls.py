@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve_app.admin_api import KeyLine
 from serve_app.config import TenancyArgs, database_url, key_pepper
 from serve_app.errors import ApiError
 from serve_app.ray_calls import refusing
-from serve_app.tenancy.service import KeyOrder, KeyService
-from serve_app.tenancy.store import Act
+from serve_app.tenancy.orders import Act, KeyOrder
 from serve_app.tenancy.table import KeyDelta
+
+if TYPE_CHECKING:
+    from serve_app.tenancy.service import KeyService
 
 
 class KeyCalls:
@@ -62,6 +64,8 @@ def open_keys(args: TenancyArgs, home: Path | None) -> KeyService | None:
     ValueError and PepperError."""
     if not args.enabled:
         return None
+    from serve_app.tenancy.service import KeyService  # imports the database's libraries
+
     keys = KeyService(database_url(args), key_pepper(), home)
     keys.start()
     return keys

@@ -6,15 +6,19 @@ import asyncio
 import heapq
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from serve_app.config import TenancyArgs
 from serve_app.errors import ApiError
 from serve_app.metrics.exposition import as_text, gauge
 from serve_app.ray_calls import refusing
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, TotalName
-from serve_app.tenancy.ledger import UsageBook, UsageGroup, UsageQuery
-from serve_app.tenancy.service import KeyService
+from serve_app.tenancy.orders import UsageGroup, UsageQuery
 from serve_app.tenancy.usage import UsageBatch
+
+if TYPE_CHECKING:
+    from serve_app.tenancy.ledger import UsageBook
+    from serve_app.tenancy.service import KeyService
 
 _MAX_BUDGETS = 100  # in the metrics
 
@@ -22,10 +26,10 @@ _MAX_BUDGETS = 100  # in the metrics
 class KeyLimits:
     """The leases and the recorded use of all keys."""
 
-    def __init__(self, args: TenancyArgs, keys: KeyService) -> None:
+    def __init__(self, args: TenancyArgs, keys: KeyService, book: UsageBook) -> None:
         self._keys = keys
         self.leases = Leases(args.burst_s)
-        self.book = UsageBook(keys.store, args.prices)
+        self.book = book
         self.book.start()
 
     def grant(self, request: LeaseRequest) -> dict[str, Grants]:
@@ -83,4 +87,8 @@ class LimitCalls:
 
 
 def open_limits(args: TenancyArgs, keys: KeyService | None) -> KeyLimits | None:
-    return None if keys is None else KeyLimits(args, keys)
+    if keys is None:
+        return None
+    from serve_app.tenancy.ledger import UsageBook  # imports the database's libraries
+
+    return KeyLimits(args, keys, UsageBook(keys.store, args.prices))

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, get_args
+from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -22,19 +21,17 @@ from sqlalchemy.dialects import postgresql, sqlite
 from serve_app.config import PriceArgs
 from serve_app.tasks import keep, share
 from serve_app.tenancy.leases import LimitName, TotalName
+from serve_app.tenancy.orders import DAY_S, HOUR_S, Group, UsageGroup, UsageQuery
 from serve_app.tenancy.store import Store, StoreUnavailableError
 from serve_app.tenancy.tables import USAGE, USAGE_BATCHES
 from serve_app.tenancy.usage import Usage, UsageBatch
 
 logger = logging.getLogger(__name__)
 
-HOUR_S, DAY_S = 3600, 86_400
 _KEPT_S = 30 * DAY_S  # the numbers of batches of an ingress that is gone
 _RETRY_S = 1.0
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "engine_ms")
 
-Group = Literal["key", "tenant", "base", "model", "arm", "hour", "day"]
-GROUPS: tuple[Group, ...] = get_args(Group)
 _COLUMNS: dict[Group, ColumnElement[Any]] = {
     "key": USAGE.c.key_id,
     "tenant": USAGE.c.tenant,
@@ -44,25 +41,6 @@ _COLUMNS: dict[Group, ColumnElement[Any]] = {
     "hour": USAGE.c.hour,
     "day": USAGE.c.hour - USAGE.c.hour % DAY_S,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class UsageQuery:
-    """The use of the hours that begin in [from_s, to_s), summed `by` these."""
-
-    by: tuple[Group, ...]
-    from_s: float
-    to_s: float
-    key_id: str | None = None  # of this key alone
-
-
-@dataclass(frozen=True, slots=True)
-class UsageGroup:
-    """The sums of a group. `values`: in the order of the query's `by`."""
-
-    values: tuple[str | int, ...]
-    usage: Usage
-    cost: float
 
 
 class Ledger:
@@ -251,13 +229,3 @@ def _periods(now_s: float) -> dict[TotalName, tuple[float, float]]:
         "day": (day.timestamp(), (day + timedelta(days=1)).timestamp()),
         "month": (month.timestamp(), next_month.timestamp()),
     }
-
-
-def check_groups(names: Sequence[str]) -> tuple[Group, ...]:
-    """Raises ValueError for a name that is not in GROUPS, or twice there."""
-    for name in names:
-        if name not in GROUPS:
-            raise ValueError(f"{name!r} is none of {', '.join(GROUPS)}")
-    if len(set(names)) < len(names):
-        raise ValueError("a name is there twice")
-    return tuple(name for name in GROUPS if name in names)

@@ -45,11 +45,6 @@ _OPTIONS: Any = {"verify_exp": False, "verify_nbf": False, "verify_iat": False, 
 Fetch = Callable[[str], Awaitable[Any]]
 
 
-def is_token(text: str) -> bool:
-    """Returns True if a bearer has the form of a signed token."""
-    return text.startswith("ey") and text.count(".") == 2
-
-
 class TokenVerifier:
     def __init__(self, args: OidcArgs, fetch: Fetch | None = None) -> None:
         """`fetch` returns the JSON document at a URL, and raises OSError or ValueError."""

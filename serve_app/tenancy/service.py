@@ -12,12 +12,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import Any
 
 from serve_app.admin_api import KeyLine
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
@@ -32,7 +32,8 @@ from serve_app.tenancy.keys import (
     new_id,
     new_key,
 )
-from serve_app.tenancy.store import Act, Store, StoredKey, StoreUnavailableError
+from serve_app.tenancy.orders import Act, KeyOrder
+from serve_app.tenancy.store import Store, StoredKey, StoreUnavailableError
 from serve_app.tenancy.table import KeyDelta, KeyEntry
 
 logger = logging.getLogger(__name__)
@@ -42,18 +43,6 @@ _MAX_CHANGES = 10_000  # remembered; an ingress that missed more receives the wh
 _POLICY_FIELDS = frozenset(one.name for one in fields(KeyPolicy))
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class KeyOrder:
-    """An operator's order about a key."""
-
-    kind: Literal["generate", "update", "rotate"]
-    actor: str  # see `Act`
-    key: str = ""  # an id or an alias
-    # generate, update, rotate: fields of KeyPolicy, and alias, metadata, expires_s.
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    grace_s: float = 0.0  # rotate: the former secret counts for so long
 
 
 class KeyService:

@@ -36,6 +36,7 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
 from serve_app.errors import ConflictError, ServiceUnavailableError
 from serve_app.tenancy.caller import KeyPolicy
 from serve_app.tenancy.keys import PepperError
+from serve_app.tenancy.orders import Act
 from serve_app.tenancy.tables import AUDIT, KEYS, REVISION, TENANTS
 
 logger = logging.getLogger(__name__)
@@ -80,17 +81,6 @@ class StoredKey:
     revoked_s: float | None = None
     previous_digest: bytes | None = field(default=None, repr=False)
     previous_until_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """An administrative act, for the audit log. Never contains a secret."""
-
-    actor: str
-    action: str
-    subject: str
-    before: Json | None = None
-    after: Json | None = None
 
 
 class Store:

@@ -30,6 +30,7 @@ class RoutingRequest:
     adapter: str | None = None  # key of its adapters, see `engine.types.adapter_key`
     adapter_rank: int = 0  # of all of them
     _: KW_ONLY
+    num_base_tokens: int = 0  # of `num_tokens`, before the invocation of an aLoRA
     # Registered name of the first, so that its versions share; "": the base model
     adapter_name: str = ""
     tenant: str = ""  # account that is charged, see `admission.tenants`

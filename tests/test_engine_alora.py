@@ -23,6 +23,7 @@ from engine.types import Request, ResumedChoice, SamplingParams
 from kernels.lora_plan import MAX_SPLITS
 from lora.errors import AdapterError
 from registry.entities import AdapterVersion, WeightedVersion
+from serve_app.admission.cost import token_cost
 from serve_app.routing.request import make_routing_request
 from tests.engine_helpers import (
     BLOCK_SIZE,
@@ -233,6 +234,25 @@ def test_a_router_finds_the_prefix_that_the_base_has_computed(
         assert set(prefixes(prompt, adapter)) <= reported
     assert prefixes(talk, "judge") == prefixes(talk, None)  # without the invocation
     assert not set(prefixes(talk, "plain")) & reported
+
+
+def test_admission_charges_an_alora_for_the_tokens_from_its_invocation_on(
+    base: Path, adapters: dict[str, Path]
+) -> None:
+    limits = open_engine(base, adapters).limits
+    judge = prompt_of("judge", 17, 6, seed=13)
+    without = random_prompt(9, seed=14)
+
+    def num_base_tokens(*prompts: Many[int], invocation: tuple[int, ...]) -> int:
+        version = AdapterVersion("judge", 1, "d", "base", "", 20, (), "", invocation=invocation)
+        requests = [Request("r", tuple(prompt), PARAMS, "judge") for prompt in prompts]
+        made = make_routing_request(requests, (WeightedVersion(version),), limits)
+        return made.num_base_tokens
+
+    assert num_base_tokens(judge, invocation=INVOCATIONS["judge"]) == 11
+    assert num_base_tokens(judge, without, invocation=INVOCATIONS["judge"]) == 11 + 9
+    assert num_base_tokens(judge, invocation=()) == 0
+    assert token_cost(20, 100, 0, 60) == token_cost(0, 60, 0) + token_cost(20, 40, 0)
 
 
 def test_a_later_invocation_makes_the_earlier_one_the_base_s(

@@ -77,7 +77,9 @@ class AdmissionController:
         not wait if the queue is empty and an engine `has_capacity`. `max_tokens`: of all choices.
         Raises Refused."""
         num_output = self.expected_output(request.num_sequences, max_tokens)
-        cost = token_cost(request.adapter_rank, request.num_tokens, num_output)
+        cost = token_cost(
+            request.adapter_rank, request.num_tokens, num_output, request.num_base_tokens
+        )
         is_empty = not len(self._queue)
         goes_at_once = has_capacity and is_empty
         victim = None if goes_at_once else self._find_victim(request, cost, now_s)

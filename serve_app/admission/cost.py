@@ -19,9 +19,12 @@ from __future__ import annotations
 from engine.types import OUTPUT_RANK, OUTPUT_TOKEN, PROMPT_RANK
 
 
-def token_cost(rank: int, num_prompt_tokens: float, num_output_tokens: float) -> float:
+def token_cost(
+    rank: int, num_prompt_tokens: float, num_output_tokens: float, num_base_tokens: int = 0
+) -> float:
     """The cost of so many tokens. Prompts are charged in full, cached or not. `rank`: the
-    adapter's, 0 for the base model."""
-    prompt = 1.0 + PROMPT_RANK * rank
+    adapter's, 0 for the base model. `num_base_tokens`: those of the prompts before an aLoRA's
+    invocation, which the base computes."""
+    adapted = PROMPT_RANK * rank * (num_prompt_tokens - num_base_tokens)
     output = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * rank)
-    return prompt * num_prompt_tokens + output * num_output_tokens
+    return num_prompt_tokens + adapted + output * num_output_tokens

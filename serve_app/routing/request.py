@@ -27,12 +27,20 @@ def make_routing_request(
     key = adapter_key(adapters)
     call_id = ""
     prefixes: tuple[int, ...] = ()
+    num_base_tokens = 0
     if requests:
         first = requests[0]
         call_id = first.request_id
         # The engine finds the place by the adapter's own file: these names are a hint.
         invocation = adapters[0].version.invocation if adapters else ()
-        active_from = find_activation(first.prompt_token_ids, invocation) if invocation else None
+        places = [
+            find_activation(r.prompt_token_ids, invocation) if invocation else 0 for r in requests
+        ]
+        num_base_tokens = sum(
+            len(r.prompt_token_ids) if place is None else place
+            for r, place in zip(requests, places, strict=True)
+        )
+        active_from = places[0] if invocation else None
         prefixes = prefix_digests(
             first.prompt_token_ids,
             key if active_from is not None or not invocation else None,
@@ -46,6 +54,7 @@ def make_routing_request(
         num_sequences=sum(len(r.resumed) or r.params.n for r in requests),
         adapter=key,
         adapter_rank=sum(one.version.rank for one in adapters),
+        num_base_tokens=num_base_tokens,
         adapter_name=adapters[0].version.name if adapters else "",
         tenant=tenant,
         priority=priority,

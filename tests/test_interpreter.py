@@ -17,19 +17,13 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreter"
 
 
-# Files of few seconds share a process, whose start with transformers and PEFT takes nine seconds. A
-# new file has a process of its own until it is named here.
-SHORT = (
-    "test_elementwise",
-    "test_engine_any_order",
-    "test_engine_draws",
-    "test_mask_logits",
-)
-PROCESSES = {file.stem: [file] for file in sorted(FOLDER.glob("test_*.py"))}
-PROCESSES["short"] = [file for name in SHORT for file in PROCESSES.pop(name)]
+# The start of a process with transformers and PEFT takes ten seconds: files share four of them.
+NUM_PROCESSES = 4
+FILES = sorted(FOLDER.glob("test_*.py"))
+SHARES = [FILES[number::NUM_PROCESSES] for number in range(NUM_PROCESSES)]
 
 
-@pytest.mark.parametrize("files", PROCESSES.values(), ids=PROCESSES)
+@pytest.mark.parametrize("files", SHARES, ids=range(NUM_PROCESSES))
 def test_kernels_in_the_interpreter(files: list[Path]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],

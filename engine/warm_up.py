@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
 from engine.errors import EngineError, UnsupportedModelError
 from engine.host_memory import available_bytes
+from engine.int4_forms import Int4Forms, resolve_int4
 from engine.kernel_trace import trace_kernels
 from engine.largest_step import max_step_tokens
 from engine.model_config import ModelConfig, read_model_config
@@ -73,16 +74,18 @@ def prepare_kernels(
     dtype: torch.dtype,
     max_model_len: int,
     capability: Capability,
+    int4: Int4Forms,
     stop: threading.Event | None = None,
 ) -> PreparedKernels:
     """Lists the engine's kernels and compiles those that the cache lacks, for the device of
-    Triton's active driver, whose capability this is. After `stop` is set, it ends soon."""
+    Triton's active driver, whose capability this is. `int4`: the matrices that stay in 4 bits.
+    After `stop` is set, it ends soon."""
     from kernels.kernel_cache import use_cache
     from kernels.kernel_compiler import compile_all, missing_calls, num_processes_for
 
     cache = use_cache(config.kernel_cache_dir)
     began_s = time.perf_counter()
-    calls = trace_kernels(config, model, dtype, max_model_len, capability)
+    calls = trace_kernels(config, model, dtype, max_model_len, capability, int4)
     missing = missing_calls(calls)
     listed_s = time.perf_counter()
     failures: tuple[str, ...] = ()
@@ -129,8 +132,10 @@ def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedK
     dtype = resolve_dtype(config, torch.device("cuda"))
     capability = capability or torch.cuda.get_device_capability()
     resolve_fp8(config, model, dtype, capability)
+    int4 = resolve_int4(config, model, dtype, capability)
+    length = resolve_max_len(config, model)
     with targeted(capability):
-        return prepare_kernels(config, model, dtype, resolve_max_len(config, model), capability)
+        return prepare_kernels(config, model, dtype, length, capability, int4)
 
 
 def run_warm_up(

@@ -91,9 +91,7 @@ class Int4Rows:
     def __getitem__(self, rows: torch.Tensor | slice) -> Int4Rows:
         """Returns the rows at these indices, views if they are a slice."""
         zeros = None if self.zeros is None else self.zeros[:, rows]
-        return replace(
-            self, values=self.values[rows], scales=self.scales[:, rows], zeros=zeros
-        )
+        return replace(self, values=self.values[rows], scales=self.scales[:, rows], zeros=zeros)
 
     def split(self, sizes: int | Sequence[int]) -> tuple[Int4Rows, ...]:
         """Returns views of so many rows each, as torch's `split` does."""
@@ -157,9 +155,7 @@ class Int4Rows:
             self[first : first + rows].write_(nearest(part, self.group_size, self.scales.dtype))
 
 
-def empty_int4(
-    rows: int, columns: int, form: Int4Format, device: torch.device
-) -> Int4Rows:
+def empty_int4(rows: int, columns: int, form: Int4Format, device: torch.device) -> Int4Rows:
     """Returns a matrix of any content."""
     pairs = form.num_pairs(columns)
     words = -(-pairs // _PAIRS_A_WORD)

@@ -51,9 +51,7 @@ def sorted_columns(x: torch.Tensor, weight: Int4Rows) -> torch.Tensor:
     return x if weight.order is None else x.index_select(1, weight.order)
 
 
-def reference_product(
-    x: torch.Tensor, weight: Int4Rows, bias: torch.Tensor | None
-) -> torch.Tensor:
+def reference_product(x: torch.Tensor, weight: Int4Rows, bias: torch.Tensor | None) -> torch.Tensor:
     wide = x.float()
     parts = weight.split(max(1, _CHUNK // weight.columns))
     y = torch.cat([wide @ part.float().T for part in parts], dim=1)

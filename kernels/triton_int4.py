@@ -52,8 +52,8 @@ def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
         low = ((w & 15).to(tl.float32) - zero_0).to(TYPE)
         high = ((w >> 4).to(tl.float32) - zero_1).to(TYPE)
     else:
-        MAGIC: tl.constexpr = 128.0 if TYPE == tl.bfloat16 else 1024.0
-        CODE: tl.constexpr = _BF16 if TYPE == tl.bfloat16 else _FP16
+        MAGIC: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
+        CODE: tl.constexpr = _BF16 if tl.bfloat16 == TYPE else _FP16
         add_0 = tl.broadcast_to((-MAGIC - zero_0).to(TYPE), w.shape)
         add_1 = tl.broadcast_to((-MAGIC - zero_1).to(TYPE), w.shape)
         low, high = tl.inline_asm_elementwise(
@@ -156,5 +156,3 @@ def launch_write_out(weight: Int4Rows, dtype: torch.dtype) -> torch.Tensor:
         4,
     )
     return out
-
-

@@ -109,9 +109,7 @@ def _int4_mid_kernel(
 
 
 @triton.jit
-def _dot(
-    w, x, WARPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr
-):
+def _dot(w, x, WARPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr):
     shared = tl.broadcast_to(x[None, :, :], [WARPS, GROUP, TILE])
     if UPCAST:
         return tl.dot(w.to(tl.float32), shared.to(tl.float32), input_precision="ieee")

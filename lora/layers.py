@@ -29,8 +29,8 @@ from kernels.lora_shrink_expand import (
     lora_expand_,
 )
 from kernels.lora_silu_mul import lora_silu_mul
-from kernels.norm_add_norm import norm_add_norm
 from kernels.matrix import Matrix
+from kernels.norm_add_norm import norm_add_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
 from kernels.rope_write import RopeWrite

@@ -25,7 +25,7 @@ from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from engine.weights import LayerWeights, Weights
-from kernels.e4m3 import E4m3Rows, Matrix
+from kernels.matrix import Matrix
 from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 
@@ -132,7 +132,7 @@ def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     norms: dict[str, float] = {}
     for site, tensor in zip(sites, fused, strict=True):
         for part, rows in _slices(site, tensor):
-            wide = rows.float() if isinstance(rows, E4m3Rows) else rows
+            wide = rows if isinstance(rows, torch.Tensor) else rows.float()
             norm = float(torch.linalg.vector_norm(wide, dtype=torch.float32))
             norms[part.module] = math.hypot(norms.get(part.module, 0.0), norm)
     return norms

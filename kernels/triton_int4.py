@@ -51,13 +51,17 @@ def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         low = ((w & 15).to(tl.float32) - zero_0).to(TYPE)
         high = ((w >> 4).to(tl.float32) - zero_1).to(TYPE)
-    else:
-        MAGIC: tl.constexpr = 128.0 if tl.bfloat16 == TYPE else 1024.0
-        CODE: tl.constexpr = _BF16 if tl.bfloat16 == TYPE else _FP16
-        add_0 = tl.broadcast_to((-MAGIC - zero_0).to(TYPE), w.shape)
-        add_1 = tl.broadcast_to((-MAGIC - zero_1).to(TYPE), w.shape)
+    elif TYPE == tl.bfloat16:
+        add_0 = tl.broadcast_to((-128.0 - zero_0).to(TYPE), w.shape)
+        add_1 = tl.broadcast_to((-128.0 - zero_1).to(TYPE), w.shape)
         low, high = tl.inline_asm_elementwise(
-            CODE, _OPERANDS, [w, add_0, add_1], dtype=(TYPE, TYPE), is_pure=True, pack=4
+            _BF16, _OPERANDS, [w, add_0, add_1], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+    else:
+        add_0 = tl.broadcast_to((-1024.0 - zero_0).to(TYPE), w.shape)
+        add_1 = tl.broadcast_to((-1024.0 - zero_1).to(TYPE), w.shape)
+        low, high = tl.inline_asm_elementwise(
+            _FP16, _OPERANDS, [w, add_0, add_1], (tl.float16, tl.float16), True, 4
         )
     return low, high
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -16,7 +18,7 @@ class EngineConfig:
     # Of the layers' linears. auto: those that are stored in 4 bits stay so where kernels multiply
     # them; int4: everywhere; none: all are dequantized to dtype; fp8: e4m3, quantised as they are
     # read
-    quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
+    quantization: QuantizationSetting = "auto"
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -27,7 +28,16 @@ from kernels.int4 import Int4Format
 logger = logging.getLogger(__name__)
 
 Int4Forms = Mapping[str, Int4Format]  # by the name of the first weight in a matrix
+NO_INT4: Int4Forms = MappingProxyType({})
 FIRST_CAPABILITY: Capability = (8, 0)  # of CUDA, with bfloat16 on the tensor cores
+
+
+def stores_int4(model: ModelConfig) -> bool:
+    """Returns True if config.json names a scheme of 4-bit integers."""
+    quantization = model.quantization
+    return quantization is not None and any(
+        as_grouped(scheme) is not None for _, scheme in quantization.targets
+    )
 
 
 def stored_forms(
@@ -72,13 +82,9 @@ def resolve_int4(
     if config.quantization not in ("auto", "int4"):
         return {}
     is_asked = config.quantization == "int4"
-    quantization = model.quantization
-    is_int4 = quantization is not None and any(
-        as_grouped(scheme) is not None for _, scheme in quantization.targets
-    )
-    if not is_int4:
+    if not stores_int4(model):
         if is_asked:
-            words = "plain weights" if quantization is None else quantization.words
+            words = "plain weights" if model.quantization is None else model.quantization.words
             raise UnsupportedModelError(
                 f"quantization is int4: it keeps the integers of GPTQ, AWQ and pack-quantized "
                 f"checkpoints of 4 bits, and this base is stored as {words}"
@@ -95,14 +101,15 @@ def resolve_int4(
     forms, reasons = stored_forms(model, Checkpoint(Path(config.model_path), model))
     if is_asked and not forms:
         raise UnsupportedModelError(
-            f"quantization is int4: no matrix of the layers can stay in 4 bits: {_words(reasons)}"
+            "quantization is int4: no matrix of the layers can stay in 4 bits: "
+            f"{describe_reasons(reasons)}"
         )
     if reasons:
         logger.warning(
             "%d of %d matrices of the layers are dequantized: %s",
             reasons.total(),
             reasons.total() + len(forms),
-            _words(reasons),
+            describe_reasons(reasons),
         )
     return forms
 
@@ -118,7 +125,7 @@ def _obstacle(dtype: torch.dtype, capability: Capability | None, *, is_asked: bo
     return None
 
 
-def _words(reasons: Counter[str]) -> str:
+def describe_reasons(reasons: Counter[str]) -> str:
     return "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
 
 

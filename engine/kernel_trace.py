@@ -16,7 +16,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
-from engine.int4_forms import Int4Forms
+from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
 from engine.kv_layout import kv_layout
 from engine.largest_step import max_step_tokens, step_limits
@@ -33,7 +33,7 @@ from engine.warm_batches import (
     zero_adapters,
 )
 from engine.weight_shapes import layer_matrices
-from engine.weights import NO_INT4, empty_weights
+from engine.weights import empty_weights
 from kernels.backend import Capability, traced_for
 from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from engine.checkpoint import Checkpoint
-from engine.int4_forms import Int4Forms
+from engine.int4_forms import NO_INT4, Int4Forms
 from engine.model_config import ModelConfig
 from engine.weight_shapes import expected_shapes, is_norm, layer_matrices
 from kernels.e4m3 import E4m3Rows, empty_rows
 from kernels.int4 import Int4Rows, empty_int4
 from kernels.matrix import Matrix
-
-NO_INT4: Int4Forms = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

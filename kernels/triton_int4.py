@@ -51,7 +51,7 @@ def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         low = ((w & 15).to(tl.float32) - zero_0).to(TYPE)
         high = ((w >> 4).to(tl.float32) - zero_1).to(TYPE)
-    elif TYPE == tl.bfloat16:
+    elif tl.bfloat16 == TYPE:
         add_0 = tl.broadcast_to((-128.0 - zero_0).to(TYPE), w.shape)
         add_1 = tl.broadcast_to((-128.0 - zero_1).to(TYPE), w.shape)
         low, high = tl.inline_asm_elementwise(

@@ -26,6 +26,7 @@ from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 
 MAX_TILE = 64  # tokens
+MAX_STEP = 64  # columns: the fragments of 64 tokens are then 64 registers
 _FILLING = 132  # programs: one for each multiprocessor of an H100
 _MAX_SPLITS = 8
 _LEAST_COLUMNS = 512  # of a split
@@ -62,6 +63,7 @@ def _int4_mid_kernel(
     WARPS: tl.constexpr,
     SPLITS: tl.constexpr,
     PART: tl.constexpr,  # pairs of a split
+    STEP: tl.constexpr,  # columns of a group at a time
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -70,7 +72,7 @@ def _int4_mid_kernel(
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     start_dependents(OVERLAPPED)
     split = tl.program_id(2)
-    tokens, places = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, GROUP)
+    tokens, places = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, STEP)
     rows = tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     names = tl.program_id(1) * (WARPS * ROWS) + rows
     live, exists = tokens < num_tokens, names < N
@@ -78,26 +80,29 @@ def _int4_mid_kernel(
     x_at = x_ptr + tokens[None, :].to(tl.int64) * STRIDE_X + places[:, None]
     wait_for_inputs(OVERLAPPED)
     acc = tl.zeros([WARPS, ROWS, TILE], dtype=tl.float32)
-    end = tl.minimum((split + 1) * PART, PAIRS)
-    for pair in tl.range(split * PART, end, num_stages=STAGES):
+    STEPS: tl.constexpr = GROUP // STEP  # of a pair
+    end = tl.minimum((split + 1) * PART, PAIRS) * STEPS
+    for step in tl.range(split * PART * STEPS, end, num_stages=STAGES):
+        pair = step // STEPS
+        column = (step + pair * STEPS) * STEP  # of the even group
         mask_0, mask_1 = live[None, :], live[None, :]
         if K % (2 * GROUP) != 0:
-            mask_0 = mask_0 & (pair * 2 * GROUP + places < K)[:, None]
-            mask_1 = mask_1 & (pair * 2 * GROUP + GROUP + places < K)[:, None]
-        x_0 = tl.load(x_at + pair * 2 * GROUP, mask=mask_0, other=0.0)
-        x_1 = tl.load(x_at + (pair * 2 * GROUP + GROUP), mask=mask_1, other=0.0)
+            mask_0 = mask_0 & (column + places < K)[:, None]
+            mask_1 = mask_1 & (column + GROUP + places < K)[:, None]
+        x_0 = tl.load(x_at + column, mask=mask_0, other=0.0)
+        x_1 = tl.load(x_at + (column + GROUP), mask=mask_1, other=0.0)
         if N % (WARPS * ROWS) == 0:
-            w = tl.load(w_at + pair * GROUP)
+            w = tl.load(w_at + step * STEP)
         else:
-            w = tl.load(w_at + pair * GROUP, mask=exists[:, :, None], other=0)
+            w = tl.load(w_at + step * STEP, mask=exists[:, :, None], other=0)
         scale_0, scale_1 = read_scales(scales_ptr + pair * N + names, exists, IN_HALF)
         zero_0 = tl.full([WARPS, ROWS], 8.0, tl.float32)
         zero_1 = zero_0
         if HAS_ZEROS:
             zero_0, zero_1 = read_zeros(zeros_ptr + pair // 4 * N + names, pair, exists)
         low, high = unpack_pair(w, zero_0[:, :, None], zero_1[:, :, None], TYPE, UPCAST)
-        acc += _dot(low, x_0, WARPS, GROUP, TILE, UPCAST) * scale_0[:, :, None]
-        acc += _dot(high, x_1, WARPS, GROUP, TILE, UPCAST) * scale_1[:, :, None]
+        acc += _dot(low, x_0, WARPS, STEP, TILE, UPCAST) * scale_0[:, :, None]
+        acc += _dot(high, x_1, WARPS, STEP, TILE, UPCAST) * scale_1[:, :, None]
     if SPLITS == 1:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)[:, :, None]
@@ -184,6 +189,7 @@ def launch_int4_mid(
             tile.num_warps,
             splits,
             -(-pairs // splits),
+            min(weight.group_size, MAX_STEP),
             tile.stages,
             IS_INTERPRETED,
             OVERLAPS,
@@ -202,7 +208,7 @@ def launch_int4_mid(
 
 
 def tile_for(lanes: int) -> MidTile:
-    return MidTile(32, 4, 3) if lanes <= 32 else MidTile(16, 8, 3)
+    return MidTile(32, 4, 4) if lanes <= 32 else MidTile(16, 8, 4)
 
 
 def splits_for(height: int, width: int) -> int:

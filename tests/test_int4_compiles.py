@@ -64,7 +64,7 @@ def few(dtype: str, form: dict[str, object], warps: int = 4) -> str:
 
 
 def mid(dtype: str, form: dict[str, object], lanes: int, splits: int = 1) -> str:
-    from kernels.triton_int4_mid import _int4_mid_kernel, tile_for
+    from kernels.triton_int4_mid import MAX_STEP, _int4_mid_kernel, tile_for
 
     tile = tile_for(lanes)
     constants = (
@@ -76,6 +76,7 @@ def mid(dtype: str, form: dict[str, object], lanes: int, splits: int = 1) -> str
             "WARPS": tile.num_warps,
             "SPLITS": splits,
             "PART": 16 // splits,
+            "STEP": min(int(str(form["GROUP"])), MAX_STEP),
             "STAGES": tile.stages,
             "OVERLAPPED": True,
         }

@@ -13,11 +13,13 @@ bytes of the weight.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.backend import IS_INTERPRETED
+from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.few_rows import FEW_ROWS
 from kernels.int4 import Int4Rows
 from kernels.lora_plan import Bridge, LoraPlan
@@ -26,10 +28,18 @@ from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_linear_few import SHORT_CHUNK, new_planes_few, shrink_unit
 
-BLOCK_N = 32
-STAGES = 3
-WALKED = 512  # bytes of a row that the warps of a program read at a time, with four of them
+WALKED = 128  # bytes of a row that a warp reads at a time
 _FILLING = 264  # programs: two for each multiprocessor of an H100
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """The tile of a program: rows of the weight, warps, each with pairs of groups of its own, and
+    stages of the pipeline. The bits of a product depend on the warps alone."""
+
+    block_n: int
+    num_warps: int
+    stages: int
 
 
 @triton.jit
@@ -159,12 +169,17 @@ _launch = Launcher(_int4_few_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_int4_few(
-    x: torch.Tensor, rows: torch.Tensor, weight: Int4Rows, bias: torch.Tensor | None
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    weight: Int4Rows,
+    bias: torch.Tensor | None,
+    tile: FewTile | None = None,
 ) -> torch.Tensor:
     """Maps x [T, K], and the same with columns in the order of the weight's, to y [T, N], T at most
     FEW_ROWS."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, rows, weight, bias, y, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
+    tile = tile or tile_for(weight.shape[0], on_hopper=is_hopper(x))
+    _start(x, rows, weight, bias, y, tile, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
     return y
 
 
@@ -179,8 +194,9 @@ def launch_int4_shrink_few(
     """Returns y as `launch_int4_few` does, and the shrink of x."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
     planes, shrinks, chunk = new_planes_few(x, site, plan)
+    tile = tile_for(weight.shape[0], on_hopper=is_hopper(x))
     _start(
-        x, rows, weight, bias, y, shrinks * site.num_slices * planes.shape[0],
+        x, rows, weight, bias, y, tile, shrinks * site.num_slices * planes.shape[0],
         (x.shape[0], shrinks, chunk), (site.heap, planes, plan.header, plan.units, site.a_entries),
         (True, site.stride, site.num_slices),
     )  # fmt: skip
@@ -193,6 +209,7 @@ def _start(
     weight: Int4Rows,
     bias: torch.Tensor | None,
     y: torch.Tensor,
+    tile: FewTile,
     more_programs: int,
     lengths: tuple[int, int, int],  # tokens, programs along the units, chunk
     lora: tuple[torch.Tensor, ...],  # heap, bridge, header, units, entries
@@ -202,9 +219,9 @@ def _start(
     assert rows.stride(1) == 1
     height, width = weight.shape
     values, scales, zeros = pointers(weight)
-    warps = warps_for(height)
+    warps = tile.num_warps
     _launch(
-        (more_programs + -(-height // BLOCK_N), 1, 1),
+        (more_programs + -(-height // tile.block_n), 1, 1),
         (x, rows, values, scales, zeros, scales if bias is None else bias, y, *lora[:2]),
         lora[2:],
         (
@@ -219,11 +236,11 @@ def _start(
             weight.zeros is not None,
             weight.scales.dtype == torch.float16,
             FEW_ROWS,
-            BLOCK_N,
-            warps * WALKED // 4 // weight.group_size,
+            tile.block_n,
+            warps * WALKED // weight.group_size,
             SHORT_CHUNK // warps,
             warps,
-            STAGES,
+            tile.stages,
             IS_INTERPRETED,
             OVERLAPS,
         ),
@@ -231,7 +248,9 @@ def _start(
     )
 
 
-def warps_for(height: int) -> int:
-    """Returns the warps of a program, each with pairs of groups of its own: eight where there are
-    too few programs to fill the device with four."""
-    return 4 if -(-height // BLOCK_N) >= _FILLING else 8
+def tile_for(height: int, *, on_hopper: bool) -> FewTile:
+    """Returns the tile of a weight of so many rows: eight warps where programs of four are too few
+    to fill the device. They and three stages need 200 KB of shared memory, elsewhere 67 KB."""
+    if not on_hopper:
+        return FewTile(32, 4, 2)
+    return FewTile(32, 4 if height >= 32 * _FILLING else 8, 3)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.backend import IS_INTERPRETED
+from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.int4 import Int4Rows
 from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
@@ -161,7 +161,7 @@ def launch_int4_mid(
     (num_tokens, width), height = x.shape, weight.shape[0]
     assert x.stride(1) == 1
     lanes = min(MAX_TILE, max(16, 1 << (num_tokens - 1).bit_length()))  # tokens of a tile
-    tile = tile or tile_for(lanes)
+    tile = tile or tile_for(lanes, on_hopper=is_hopper(x))
     splits = splits or splits_for(height, width)
     y = x.new_empty((num_tokens, height))
     sums = y
@@ -207,8 +207,10 @@ def launch_int4_mid(
     return y
 
 
-def tile_for(lanes: int) -> MidTile:
-    return MidTile(32, 4, 4) if lanes <= 32 else MidTile(16, 8, 4)
+def tile_for(lanes: int, *, on_hopper: bool) -> MidTile:
+    """Returns the tile of so many tokens; four stages need up to 110 KB of shared memory."""
+    stages = 4 if on_hopper else 3
+    return MidTile(32, 4, stages) if lanes <= 32 else MidTile(16, 8, stages)
 
 
 def splits_for(height: int, width: int) -> int:

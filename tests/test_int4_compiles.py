@@ -25,9 +25,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("height", [6144, 28672])
 @pytest.mark.parametrize("form", [FORM, {"GROUP": 32, "HAS_ZEROS": False, "IN_HALF": False}])
-def test_few_rows_compile(dtype: str, form: dict[str, object]) -> None:
-    ptx = few(dtype, form)
+def test_few_rows_compile(dtype: str, form: dict[str, object], height: int) -> None:
+    ptx = few(dtype, form, height)
     check(ptx, dtype)
     starts, waits = (ptx.index(f"griddepcontrol.{half}") for half in ("launch_dependents", "wait"))
     assert starts < waits < min(ptx.index("ld.global"), ptx.index("cp.async"))
@@ -38,10 +39,10 @@ def test_more_rows_compile(lanes: int) -> None:
     check(mid("bf16", FORM, lanes), "bf16")
 
 
-def few(dtype: str, form: dict[str, object], warps: int = 4) -> str:
-    from kernels.triton_int4_few import BLOCK_N, STAGES, WALKED, _int4_few_kernel
+def few(dtype: str, form: dict[str, object], height: int = 6144) -> str:
+    from kernels.triton_int4_few import WALKED, _int4_few_kernel, tile_for
 
-    group = form["GROUP"]
+    group, tile = form["GROUP"], tile_for(height, on_hopper=True)
     assert isinstance(group, int)
     constants = (
         SHAPE
@@ -52,21 +53,21 @@ def few(dtype: str, form: dict[str, object], warps: int = 4) -> str:
             "STRIDE": 8,
             "NUM_SLICES": 3,
             "ROWS": 8,
-            "BLOCK_N": BLOCK_N,
-            "PARTS": warps * WALKED // 4 // group,
-            "BLOCK_K": 512 // warps,
-            "SPLIT": warps,
-            "STAGES": STAGES,
+            "BLOCK_N": tile.block_n,
+            "PARTS": tile.num_warps * WALKED // group,
+            "BLOCK_K": 512 // tile.num_warps,
+            "SPLIT": tile.num_warps,
+            "STAGES": tile.stages,
             "OVERLAPPED": True,
         }
     )
-    return compiled(_int4_few_kernel, dtype, constants, warps)
+    return compiled(_int4_few_kernel, dtype, constants | {"N": height}, tile.num_warps)
 
 
 def mid(dtype: str, form: dict[str, object], lanes: int, splits: int = 1) -> str:
     from kernels.triton_int4_mid import MAX_STEP, _int4_mid_kernel, tile_for
 
-    tile = tile_for(lanes)
+    tile = tile_for(lanes, on_hopper=True)
     constants = (
         SHAPE
         | form

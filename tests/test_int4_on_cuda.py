@@ -20,6 +20,7 @@ from kernels.rms_norm import add_rms_norm
 from kernels.triton_int4 import launch_write_out
 from tests.engine_agreement import (
     OWNERS,
+    TOLERANCE,
     Reply,
     assert_alike,
     make_adapters,
@@ -28,7 +29,6 @@ from tests.engine_agreement import (
     probe,
     run_all,
 )
-from tests.engine_agreement import TOLERANCE as BF16_TOLERANCE
 from tests.engine_helpers import acquire, make_base, make_runner
 from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS
 from tests.fp8_cases import relative
@@ -50,7 +50,6 @@ ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 200, 256, 257, 600)
 RANKS = (8, 16, 200, *LACKING, 64)
 # One rounding to bfloat16; of more than MAX_MID_ROWS rows two, the weight's first.
 LARGEST_ERROR = 3e-3
-TOLERANCE = 2 * BF16_TOLERANCE[torch.bfloat16]  # of log-probabilities
 
 
 def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -287,7 +286,7 @@ def test_answers_are_those_of_the_dequantized_base_on_a_cpu(
     expected = run_all(make_engine(wide), requests)
     found = run_all(make_engine(runner), requests)
     for one in requests:
-        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE)
+        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE[torch.bfloat16])
 
 
 def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
@@ -296,7 +295,7 @@ def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
     for count in (11, 58):
         replies = run_all(make_engine(runner), [*neighbours(count, count), *probes])
         for one in probes:
-            assert_alike(replies[one.request_id], alone[one.request_id], TOLERANCE)
+            assert_alike(replies[one.request_id], alone[one.request_id], TOLERANCE[torch.bfloat16])
 
 
 def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:

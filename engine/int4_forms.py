@@ -72,6 +72,29 @@ def likely_forms(model: ModelConfig) -> dict[str, Int4Format]:
     return forms
 
 
+def possible_forms(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
+) -> tuple[Int4Forms, ...]:
+    """Returns the forms that the matrices may have that `resolve_int4` keeps, if config.json is all
+    of the base that is at hand. They differ in what the kernels depend on: the type of the scales,
+    and whether a base of GPTQ has zero points."""
+    likely = resolve_int4(replace(config, load_format="dummy"), model, dtype, capability)
+    if not likely:
+        return (NO_INT4,)
+    method = None if model.quantization is None else model.quantization.method
+    zeros: tuple[bool | None, ...] = (False, True) if method == "gptq" else (None,)
+    return tuple(
+        {
+            name: replace(
+                form, scale_type=kind, has_zeros=form.has_zeros if given is None else given
+            )
+            for name, form in likely.items()
+        }
+        for kind in (torch.float16, torch.bfloat16)
+        for given in zeros
+    )
+
+
 def resolve_int4(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
 ) -> dict[str, Int4Format]:

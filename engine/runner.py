@@ -214,7 +214,7 @@ class ModelRunner:
             self.dtype,
             self.max_model_len,
             torch.cuda.get_device_capability(self.device),
-            self._int4,
+            (self._int4,),
             stop,
         )
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
-from engine.int4_forms import likely_forms, resolve_int4, stored_forms
+from engine.int4_forms import likely_forms, possible_forms, resolve_int4, stored_forms
 from engine.model_config import ModelConfig, read_model_config
 from engine.types import Request
 from engine.weight_files import SINGLE_FILE
@@ -246,6 +246,23 @@ def test_auto_keeps_4_bits_where_kernels_multiply(
         resolve_int4(asked, model, torch.float32, (9, 0))
     dummy = replace(config, load_format="dummy", model_path="/nowhere")
     assert len(resolve_int4(dummy, model, torch.bfloat16, (9, 0))) == 8
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_kernels_can_be_compiled_from_config_json_alone(tmp_path: Path, name: str) -> None:
+    """Of the possible forms one is the stored one, but for the order of columns, which no kernel
+    sees."""
+    folder = write_int4(tmp_path, name)[1]
+    model = read_model_config(folder)
+    (folder / SINGLE_FILE).unlink()
+    config = EngineConfig(str(folder), "")
+    found = possible_forms(config, model, torch.bfloat16, (9, 0))
+    wanted = dict.fromkeys(found[0], replace(FORMS[name], has_order=False))
+    assert len(wanted) == 8
+    assert wanted in found
+    assert len(found) == (4 if name.startswith("gptq") else 2)
+    own = replace(config, quantization="none")
+    assert possible_forms(own, model, torch.bfloat16, (9, 0)) == ({},)
 
 
 def test_what_is_not_stored_in_4_bits_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ The tensor cores' tall side is the weight, the tokens, 64 at most in a tile, are
 program has 128 rows of the weight, so that the activations, which it reads from the second-level
 cache, are as few bytes as possible: 64 tokens for as many rows are eight times the bytes of the
 weight. Its warps have rows of their own, one batch of a dot over rows, and share the activations.
-(A dot of two dimensions would be the wide one of Hopper with its left side in registers, which
-ptxas before 13.3 compiles wrongly in a pipelined loop.)
+A dot of two dimensions (`MidTile.is_wide`) is Hopper's wide product with its left side in
+registers: a quarter fewer instructions for 64 tokens, but ptxas before 13.3 can compile it wrongly
+in a pipelined loop, so no tile of `tile_for` has it.
 
 Narrow outputs have too few programs to fill the device; they split K into SPLITS parts, whose sums
 a second launch adds up in their order. The parts follow the shape of the weight, so that a row's
@@ -26,7 +27,6 @@ from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 
 MAX_TILE = 64  # tokens
-MAX_STEP = 64  # columns: the fragments of 64 tokens are then 64 registers
 _FILLING = 132  # programs: one for each multiprocessor of an H100
 _MAX_SPLITS = 8
 _LEAST_COLUMNS = 512  # of a split
@@ -35,11 +35,13 @@ _SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class MidTile:
-    """The tile of a program: rows of the weight of a warp, warps, stages of the pipeline."""
+    """The tile of a program."""
 
-    rows: int
+    rows: int  # of the weight, of a warp
     num_warps: int
-    stages: int
+    stages: int  # of the pipeline
+    step: int = 64  # columns of a group at a time: the fragments of 64 tokens are 64 registers
+    is_wide: bool = False  # a dot of two dimensions over all rows, on Hopper the wide product
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -64,6 +66,7 @@ def _int4_mid_kernel(
     SPLITS: tl.constexpr,
     PART: tl.constexpr,  # pairs of a split
     STEP: tl.constexpr,  # columns of a group at a time
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -73,13 +76,17 @@ def _int4_mid_kernel(
     start_dependents(OVERLAPPED)
     split = tl.program_id(2)
     tokens, places = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, STEP)
-    rows = tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    names = tl.program_id(1) * (WARPS * ROWS) + rows
+    names = tl.program_id(1) * (WARPS * ROWS) + tl.arange(0, WARPS * ROWS)
+    if not WIDE:
+        names = tl.reshape(names, [WARPS, ROWS])
     live, exists = tokens < num_tokens, names < N
-    w_at = values_ptr + (names.to(tl.int64) * PAIRS)[:, :, None] * GROUP + places[None, None, :]
+    w_at = values_ptr + _behind(names.to(tl.int64) * PAIRS * GROUP, WIDE) + places
     x_at = x_ptr + tokens[None, :].to(tl.int64) * STRIDE_X + places[:, None]
     wait_for_inputs(OVERLAPPED)
-    acc = tl.zeros([WARPS, ROWS, TILE], dtype=tl.float32)
+    if WIDE:
+        acc = tl.zeros([WARPS * ROWS, TILE], dtype=tl.float32)
+    else:
+        acc = tl.zeros([WARPS, ROWS, TILE], dtype=tl.float32)
     STEPS: tl.constexpr = GROUP // STEP  # of a pair
     end = tl.minimum((split + 1) * PART, PAIRS) * STEPS
     for step in tl.range(split * PART * STEPS, end, num_stages=STAGES):
@@ -94,31 +101,43 @@ def _int4_mid_kernel(
         if N % (WARPS * ROWS) == 0:
             w = tl.load(w_at + step * STEP)
         else:
-            w = tl.load(w_at + step * STEP, mask=exists[:, :, None], other=0)
+            w = tl.load(w_at + step * STEP, mask=_behind(exists, WIDE), other=0)
         scale_0, scale_1 = read_scales(scales_ptr + pair * N + names, exists, IN_HALF)
-        zero_0 = tl.full([WARPS, ROWS], 8.0, tl.float32)
+        zero_0 = tl.full(names.shape, 8.0, tl.float32)
         zero_1 = zero_0
         if HAS_ZEROS:
             zero_0, zero_1 = read_zeros(zeros_ptr + pair // 4 * N + names, pair, exists)
-        low, high = unpack_pair(w, zero_0[:, :, None], zero_1[:, :, None], TYPE, UPCAST)
-        acc += _dot(low, x_0, WARPS, STEP, TILE, UPCAST) * scale_0[:, :, None]
-        acc += _dot(high, x_1, WARPS, STEP, TILE, UPCAST) * scale_1[:, :, None]
+        zero_0, zero_1 = _behind(zero_0, WIDE), _behind(zero_1, WIDE)
+        low, high = unpack_pair(w, zero_0, zero_1, TYPE, UPCAST)
+        acc += _dot(low, x_0, WARPS, STEP, TILE, WIDE, UPCAST) * _behind(scale_0, WIDE)
+        acc += _dot(high, x_1, WARPS, STEP, TILE, WIDE, UPCAST) * _behind(scale_1, WIDE)
     if SPLITS == 1:
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)[:, :, None]
+            bias = tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
+            acc += _behind(bias, WIDE)
     else:
         y_ptr += split.to(tl.int64) * num_tokens * N
-    at = y_ptr + tokens[None, None, :].to(tl.int64) * N + names[:, :, None]
-    mask = live[None, None, :] & exists[:, :, None]
+    at = y_ptr + tokens.to(tl.int64) * N + _behind(names, WIDE)
+    mask = live & _behind(exists, WIDE)
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _dot(w, x, WARPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr):
-    shared = tl.broadcast_to(x[None, :, :], [WARPS, GROUP, TILE])
+def _behind(values, WIDE: tl.constexpr):
+    """Returns the values of rows with one more dimension behind."""
+    return tl.expand_dims(values, 1 if WIDE else 2)
+
+
+@triton.jit
+def _dot(
+    w, x, WARPS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    if not WIDE:
+        x = tl.broadcast_to(x[None, :, :], [WARPS, STEP, TILE])
     if UPCAST:
-        return tl.dot(w.to(tl.float32), shared.to(tl.float32), input_precision="ieee")
-    return tl.dot(w, shared)
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    return tl.dot(w, x)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -189,7 +208,8 @@ def launch_int4_mid(
             tile.num_warps,
             splits,
             -(-pairs // splits),
-            min(weight.group_size, MAX_STEP),
+            min(weight.group_size, tile.step),
+            tile.is_wide,
             tile.stages,
             IS_INTERPRETED,
             OVERLAPS,

@@ -4,6 +4,7 @@ copies that run ahead, unpacking by two halves a time, the tensor cores' narrow 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_more_rows_compile(lanes: int) -> None:
     check(mid("bf16", FORM, lanes), "bf16")
 
 
+def test_a_wide_tile_has_the_wide_product() -> None:
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in mid(
+        "bf16", FORM, 64, is_wide=True
+    )
+
+
 def few(dtype: str, form: dict[str, object], height: int = 6144) -> str:
     from kernels.triton_int4_few import WALKED, _int4_few_kernel, tile_for
 
@@ -64,10 +71,10 @@ def few(dtype: str, form: dict[str, object], height: int = 6144) -> str:
     return compiled(_int4_few_kernel, dtype, constants | {"N": height}, tile.num_warps)
 
 
-def mid(dtype: str, form: dict[str, object], lanes: int, splits: int = 1) -> str:
-    from kernels.triton_int4_mid import MAX_STEP, _int4_mid_kernel, tile_for
+def mid(dtype: str, form: dict[str, object], lanes: int, *, is_wide: bool = False) -> str:
+    from kernels.triton_int4_mid import _int4_mid_kernel, tile_for
 
-    tile = tile_for(lanes, on_hopper=True)
+    tile, splits = replace(tile_for(lanes, on_hopper=True), is_wide=is_wide), 1
     constants = (
         SHAPE
         | form
@@ -77,7 +84,8 @@ def mid(dtype: str, form: dict[str, object], lanes: int, splits: int = 1) -> str
             "WARPS": tile.num_warps,
             "SPLITS": splits,
             "PART": 16 // splits,
-            "STEP": min(int(str(form["GROUP"])), MAX_STEP),
+            "STEP": min(int(str(form["GROUP"])), tile.step),
+            "WIDE": tile.is_wide,
             "STAGES": tile.stages,
             "OVERLAPPED": True,
         }

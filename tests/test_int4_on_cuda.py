@@ -18,6 +18,7 @@ from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import LoraPlan
 from kernels.rms_norm import add_rms_norm
 from kernels.triton_int4 import launch_write_out
+from kernels.triton_int4_mid import MidTile, launch_int4_mid
 from tests.engine_agreement import (
     OWNERS,
     TOLERANCE,
@@ -118,6 +119,26 @@ def test_small_integers_are_exact(dtype: torch.dtype) -> None:
         wanted = exact_product(x, weight)
         assert wanted.abs().max() < 128
         assert torch.equal(y.double(), wanted), count
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("step", [64, 128])
+@pytest.mark.parametrize("shape", [(32, 4), (16, 8)])
+def test_a_tile_of_any_kind_is_exact(is_wide: bool, step: int, shape: tuple[int, int]) -> None:
+    """The wide product, with its left side in registers in a pipelined loop, is one that ptxas
+    before 13.3 may compile wrongly."""
+    form = Int4Format(128, torch.float16, has_zeros=True)
+    q = torch.randint(0, 16, (512, 4096)).to(torch.uint8)
+    zeros = torch.randint(0, 16, (512, 32)).to(torch.uint8)
+    weight = empty_int4(512, 4096, form, torch.device("cuda"))
+    weight.write_(Integers(q, torch.full((512, 32), 0.5), zeros))
+    for count in (9, 32, 64, 200):
+        x = torch.randint(-1, 2, (count, 4096), device="cuda").bfloat16()
+        x *= torch.rand(count, 4096, device="cuda") < 0.003  # sums below 256
+        for splits in (1, 4):
+            tile = MidTile(*shape, 3, step, is_wide=is_wide)
+            y = launch_int4_mid(x, weight, None, tile, splits)
+            assert torch.equal(y.double(), exact_product(x, weight)), (count, splits)
 
 
 def test_nan_stays_in_its_row() -> None:

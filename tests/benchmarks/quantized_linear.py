@@ -68,10 +68,21 @@ INT4_FEW_TILES = tuple(
         (64, 4, 2),
     )
 )
+_Int4Tile = triton_int4_mid.MidTile
 INT4_MID_TILES = tuple(
-    (triton_int4_mid.MidTile(rows, warps, stages), splits)
-    for rows, warps, stages in ((32, 4, 3), (32, 4, 5), (16, 8, 3), (16, 8, 5), (16, 4, 4))
-    for splits in (None, 1, 2, 4, 8)
+    (tile, splits)
+    for tile in (
+        _Int4Tile(32, 4, 3),
+        _Int4Tile(32, 4, 5),
+        _Int4Tile(16, 4, 4),
+        _Int4Tile(16, 8, 3),
+        _Int4Tile(16, 8, 5),
+        _Int4Tile(32, 4, 3, 64, is_wide=True),
+        _Int4Tile(32, 4, 3, 128, is_wide=True),
+        _Int4Tile(16, 8, 3, 64, is_wide=True),
+        _Int4Tile(16, 8, 3, 128, is_wide=True),
+    )
+    for splits in (None, 1, 4, 8)
 )
 
 
@@ -178,7 +189,9 @@ def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
             yield name, partial(_by_few_tile, tile=tile)
     elif tiles:
         for mid, splits in INT4_MID_TILES:
-            name = f"tile_{mid.rows}x{mid.num_warps}x{mid.stages}x{splits or 'auto'}"
+            kind = "wide" if mid.is_wide else "tile"
+            sizes = f"{mid.rows}x{mid.num_warps}x{mid.stages}x{mid.step}x{splits or 'auto'}"
+            name = f"{kind}_{sizes}"
             yield name, partial(_by_mid_tile, tile=mid, splits=splits)
 
 

@@ -8,7 +8,7 @@ import torch
 from kernels.int4_linear import int4_linear_many
 from kernels.linear import linear
 from kernels.triton_int4 import launch_write_out
-from kernels.triton_int4_mid import launch_int4_mid
+from kernels.triton_int4_mid import MidTile, launch_int4_mid
 from tests.few_rows_cases import LACKING, RUNS
 from tests.fp8_cases import relative
 from tests.int4_cases import FORMATS, both_int4_products, drawn_rows, exact_product
@@ -37,11 +37,13 @@ def test_a_product_is_that_of_the_values(form: str, height: int, width: int) -> 
     assert torch.equal(int4_linear_many(x[:20], weight, None), many[:20])
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 8])
-def test_parts_of_k_add_up(splits: int) -> None:
+def test_parts_of_k_add_up(splits: int, is_wide: bool) -> None:
     weight = drawn_rows(160, 1500, FORMATS["groups of 64, zero points"])
     x, bias = drawn(17, 1500, seed=3), drawn(160, seed=4)
-    y = launch_int4_mid(x, weight, bias, splits=splits)
+    tile = MidTile(16, 4, 2, step=32, is_wide=is_wide)
+    y = launch_int4_mid(x, weight, bias, tile, splits)
     assert relative(y, exact_product(x, weight, bias)) < 3e-4
 
 

@@ -2,11 +2,11 @@
 
 The tensor cores' tall side is the weight, the tokens, 64 at most in a tile, are the narrow one. A
 program has 128 rows of the weight, so that the activations, which it reads from the second-level
-cache, are as few bytes as possible: 64 tokens for as many rows are eight times the bytes of the
-weight. Its warps have rows of their own, one batch of a dot over rows, and share the activations.
-A dot of two dimensions (`MidTile.is_wide`) is Hopper's wide product with its left side in
-registers: a quarter fewer instructions for 64 tokens, but ptxas before 13.3 can compile it wrongly
-in a pipelined loop, so no tile of `tile_for` has it.
+cache, are as few bytes as possible: those of 64 tokens are then twice the bytes of its rows. Its
+warps have rows of their own, one batch of a dot over rows, and share the activations. A dot of two
+dimensions (`MidTile.is_wide`) is Hopper's wide product with its left side in registers: a quarter
+fewer instructions for 64 tokens, but ptxas before 13.3 can compile it wrongly in a pipelined loop,
+so no tile of `tile_for` has it.
 
 Narrow outputs have too few programs to fill the device; they split K into SPLITS parts, whose sums
 a second launch adds up in their order. The parts follow the shape of the weight, so that a row's

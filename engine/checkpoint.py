@@ -1,4 +1,5 @@
-"""A base's tensors as a decoder needs them, plain or dequantized, whatever form the files have.
+"""A base's tensors as a decoder needs them, plain, dequantized or as 4-bit integers, whatever form
+the files have.
 
 Every expected tensor must be there with its shape, and no other, but for a few that mean nothing
 and for the parts of a larger model that no text reaches. All names, shapes and types are checked
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.quantization import Scheme
+from engine.stored_int4 import as_grouped, form_of, integers_of, order_of
 from engine.stored_parts import FLOATS, Part, StoredError
 from engine.stored_weights import (
     ROW_MULTIPLE,
@@ -33,6 +35,7 @@ from engine.stored_weights import (
 )
 from engine.weight_files import weight_files
 from engine.weight_shapes import expected_shapes
+from kernels.int4 import Int4Format, Integers
 from lora.module_names import canonical, is_of_other_part
 
 logger = logging.getLogger(__name__)
@@ -127,17 +130,46 @@ class Checkpoint:
         found = row_scales(weight.scheme, scales, weight.shape[0])
         return None if found is None else (self._read(weight.parts["weight"]), found)
 
+    def int4_form(self, module: str) -> Int4Format | str:
+        """Returns the form that a module's weight has in 4 bits, from headers and small parts, or
+        the reason why it has none."""
+        weight = self._quantized.get(f"{module}.weight")
+        if weight is None:
+            return "it is stored plain"
+        dtypes = {name: entry.dtype for name, entry in weight.parts.items()}
+        return form_of(weight.scheme, weight.shape, dtypes, lambda name: self.part(module, name))
+
+    def int4_order(self, module: str) -> torch.Tensor | None:
+        """Returns the columns of a weight with a form in 4 bits, sorted by their groups, int64 [in]
+        on the CPU; None: they lie so."""
+        weight = self._quantized[f"{module}.weight"]
+        scheme = as_grouped(weight.scheme)
+        assert scheme is not None
+        return order_of(scheme, weight.shape[1], lambda name: self.part(module, name))
+
+    def int4_rows(
+        self, module: str, device: torch.device, *, has_zeros: bool
+    ) -> Iterator[tuple[slice, Integers]]:
+        """Yields the integers of a weight with a form in 4 bits, in slices of rows on the device.
+        `has_zeros`: with zero points, be they all alike."""
+        weight = self._quantized[f"{module}.weight"]
+        scheme, order = as_grouped(weight.scheme), self.int4_order(module)
+        assert scheme is not None
+        order = None if order is None else order.to(device)
+        parts = self._prepared(weight, device)
+        for rows in _row_slices(weight.shape):
+            yield rows, integers_of(scheme, weight.shape[1], parts, rows, order, has_zeros)
+
     def _dequantized(
         self, weight: _Weight, device: torch.device
     ) -> Iterator[tuple[slice, torch.Tensor]]:
+        parts = self._prepared(weight, device)
+        for rows in _row_slices(weight.shape):
+            yield rows, dequantize(weight.scheme, weight.shape, parts, rows.start, rows.stop)
+
+    def _prepared(self, weight: _Weight, device: torch.device) -> dict[str, torch.Tensor]:
         parts = {name: self._read(entry).to(device) for name, entry in weight.parts.items()}
-        parts = prepare(weight.scheme, weight.shape, parts)
-        num_rows, columns = weight.shape
-        step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            rows = dequantize(weight.scheme, weight.shape, parts, first, last)
-            yield slice(first, last), rows
+        return prepare(weight.scheme, weight.shape, parts)
 
     def _read(self, entry: _Entry) -> torch.Tensor:
         if self._open is None or self._open[0] != entry.path:
@@ -256,6 +288,13 @@ class Checkpoint:
         entry = entries.get(name)
         if entry is not None and name not in expected and not bool(self._read(entry).any()):
             del entries[name]
+
+
+def _row_slices(shape: tuple[int, int]) -> Iterator[slice]:
+    num_rows, columns = shape
+    step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
 
 
 def _check(entry: _Entry, part: Part) -> None:

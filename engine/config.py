@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -13,8 +15,10 @@ class EngineConfig:
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
-    # fp8: the layers' linears in e4m3, quantised as they are read, half of bfloat16's bytes
-    quantization: Literal["none", "fp8"] = "none"
+    # Of the layers' linears. auto: those that are stored in 4 bits stay so where kernels multiply
+    # them; int4: everywhere; none: all are dequantized to dtype; fp8: e4m3, quantised as they are
+    # read
+    quantization: QuantizationSetting = "auto"
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block

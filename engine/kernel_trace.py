@@ -16,12 +16,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
+from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
 from engine.kv_layout import kv_layout
 from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites
-from engine.rope import RopeConfig
 from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
 from engine.warm_batches import (
@@ -32,8 +32,10 @@ from engine.warm_batches import (
     step_sizes,
     zero_adapters,
 )
+from engine.weight_shapes import layer_matrices
 from engine.weights import empty_weights
 from kernels.backend import Capability, traced_for
+from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall
 from lora.page_image import PageLayout
 from lora.pool import AdapterPool
@@ -47,14 +49,16 @@ def trace_kernels(
     dtype: torch.dtype,
     max_model_len: int,
     capability: Capability,
+    int4: Int4Forms = NO_INT4,
 ) -> frozenset[KernelCall]:
     """Returns every kernel that steps of this configuration launch, on a device of the compute
-    capability; none is needed here. Takes about a second for Llama-3-8B."""
+    capability; none is needed here. `int4`: the matrices that stay in 4 bits. Takes about a second
+    for Llama-3-8B."""
     from kernels.triton_launch import recorded_calls
 
     meta = torch.device("meta")
     sites = lora_sites(model)
-    short = _shortened(model)
+    short, int4 = _shortened(model, int4)
     layout = kv_layout(short.sliding_windows, config.block_size, max_model_len)
     limits = step_limits(config, model, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
@@ -83,7 +87,7 @@ def trace_kernels(
             )
         kv = allocate_kv_cache(short, layout, 1, dtype, meta)
         steps = DeviceSteps(
-            Model(short, empty_weights(short, dtype, meta, is_fp8=is_fp8), max_len=1),
+            Model(short, empty_weights(short, dtype, meta, is_fp8=is_fp8, int4=int4), max_len=1),
             kv,
             pool,
             limits,
@@ -112,14 +116,33 @@ def _trace_batches(
             pool.release(adapter)
 
 
-def _shortened(model: ModelConfig) -> ModelConfig:
-    """Returns the model with as many layers as differ in their kernels: all of them have the same
-    shapes, some have a window or no positions; a second one has a predecessor."""
-    kinds: dict[tuple[int | None, bool], RopeConfig | None] = {}
-    for window, rope in zip(model.sliding_windows, model.ropes, strict=True):
-        kinds.setdefault((window, rope is None), rope)
-    windows = tuple(window for window, _ in kinds)
-    ropes = tuple(kinds.values())
-    if len(windows) < model.num_layers:
-        windows, ropes = (windows[0], *windows), (ropes[0], *ropes)
-    return replace(model, num_layers=len(windows), sliding_windows=windows, ropes=ropes)
+def _shortened(model: ModelConfig, int4: Int4Forms) -> tuple[ModelConfig, Int4Forms]:
+    """Returns the model with as many layers as differ in their kernels, and their matrices in 4
+    bits: all layers have the same shapes, some have a window or no positions, or matrices in other
+    forms; a second one has a predecessor."""
+    kinds: dict[tuple[object, ...], int] = {}
+    for index, (window, rope) in enumerate(zip(model.sliding_windows, model.ropes, strict=True)):
+        kinds.setdefault((window, rope is None, *_forms(model, index, int4)), index)
+    layers = list(kinds.values())
+    if len(layers) < model.num_layers:
+        layers.insert(0, layers[0])
+    short = replace(
+        model,
+        num_layers=len(layers),
+        sliding_windows=tuple(model.sliding_windows[i] for i in layers),
+        ropes=tuple(model.ropes[i] for i in layers),
+    )
+    forms = {
+        names[0]: form
+        for index, layer in enumerate(layers)
+        for names, form in zip(
+            layer_matrices(model, index).values(), _forms(model, layer, int4), strict=True
+        )
+        if form is not None
+    }
+    return short, forms
+
+
+def _forms(model: ModelConfig, index: int, int4: Int4Forms) -> list[Int4Format | None]:
+    """Returns the forms of a layer's matrices."""
+    return [int4.get(names[0]) for names in layer_matrices(model, index).values()]

@@ -55,7 +55,7 @@ def resolve_fp8(
 ) -> bool:
     """Returns True if the layers' linears are to be in FP8. `capability`: of the CUDA device whose
     kernels multiply them, None for the references. Raises UnsupportedModelError."""
-    if config.quantization == "none":
+    if config.quantization != "fp8":
         return False
     check_fp8(model)
     if capability is None:

@@ -31,6 +31,7 @@ from engine.device_memory import (
 )
 from engine.device_step import DeviceSteps
 from engine.host_memory import available_bytes
+from engine.int4_forms import resolve_int4
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
 from engine.kv_layout import kv_layout
 from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
@@ -85,6 +86,7 @@ class ModelRunner:
             torch.cuda.get_device_capability(self.device) if is_cuda and uses_triton else None
         )
         self._is_fp8 = resolve_fp8(config, self.model_config, self.dtype, capability)
+        self._int4 = resolve_int4(config, self.model_config, self.dtype, capability)
         self._max_lora_rank = config.max_lora_rank
         self._sites = lora_sites(self.model_config)
         check_asked_memory(config, self.device)
@@ -126,7 +128,7 @@ class ModelRunner:
             self.model_config.architecture,
             self.device,
             self.dtype,
-            ", linears in FP8" if self._is_fp8 else "",
+            ", linears in FP8" if self._is_fp8 else ", linears in 4 bits" if self._int4 else "",
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,
@@ -197,11 +199,12 @@ class ModelRunner:
         is_cuda = self.device.type == "cuda"
         held = allocated_bytes(self.device) if is_cuda else 0
         with explain_out_of_memory("loading the weights", ("dtype", "quantization", "the device")):
-            model, dtype, device, is_fp8 = self.model_config, self.dtype, self.device, self._is_fp8
+            model, dtype, device = self.model_config, self.dtype, self.device
+            is_fp8, int4 = self._is_fp8, self._int4
             if config.load_format == "dummy":
-                weights = random_weights(model, dtype, device, is_fp8=is_fp8)
+                weights = random_weights(model, dtype, device, is_fp8=is_fp8, int4=int4)
             else:
-                weights = load_weights(folder, model, dtype, device, is_fp8=is_fp8)
+                weights = load_weights(folder, model, dtype, device, is_fp8=is_fp8, int4=int4)
         return weights, allocated_bytes(self.device) - held if is_cuda else 0
 
     def _prepare_kernels(self, config: EngineConfig, stop: threading.Event) -> PreparedKernels:
@@ -211,6 +214,7 @@ class ModelRunner:
             self.dtype,
             self.max_model_len,
             torch.cuda.get_device_capability(self.device),
+            (self._int4,),
             stop,
         )
 

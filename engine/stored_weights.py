@@ -217,30 +217,37 @@ def dequantize(
             if zeros is not None:
                 numbers -= _by_columns(zeros, strategy, block, columns, rows)
             return numbers * _by_columns(parts["weight_scale"], strategy, block, columns, rows)
-        case Packed(num_bits, group_size):
-            numbers = unpack(parts["weight_packed"][rows], num_bits)[:, :columns].float()
-            zeros = parts["zeros"] if len(parts["zeros"]) == 1 else parts["zeros"][rows]
-            scale, order = parts["weight_scale"][rows].float(), parts.get("order")
-            size = group_size or columns
-            numbers -= _by_order(zeros, order, size, columns)
-            return numbers * _by_order(scale, order, size, columns)
-        case Gptq(num_bits, group_size):
-            numbers = unpack(parts["qweight"][:, rows].T, num_bits).float()
+        case Packed(_, group_size) | Gptq(_, group_size) | Awq(group_size):
+            numbers, zeros, scale = grouped_integers(scheme, columns, parts, rows)
             order, size = parts.get("order"), group_size or columns
-            numbers -= _by_order(parts["zeros"][rows], order, size, columns)
-            return numbers * _by_order(parts["scales"][:, rows].T.float(), order, size, columns)
-        case Awq(group_size):
-            words = slice(first // 8, -(-last // 8))
-            numbers = _unpack_awq(parts["qweight"][:, words]).T.float()
-            numbers -= _by_order(parts["zeros"][rows], None, group_size, columns)
-            scale = parts["scales"][:, rows].T.float()
-            return numbers * _by_order(scale, None, group_size, columns)
+            differences = numbers.float() - _by_order(zeros, order, size, columns)
+            return differences * _by_order(scale.float(), order, size, columns)
         case Bnb4():
             size = QuantState.read(scheme, shape, parts.get).block_size
             return _by_blocks(parts, size, first * columns, last * columns).view(-1, columns)
         case Bnb8():
             return parts["weight"][rows].float() * parts["SCB"][rows, None] * _INT8_STEP
     raise AssertionError(scheme)
+
+
+def grouped_integers(
+    scheme: Packed | Gptq | Awq, columns: int, parts: Parts, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the unsigned numbers of some rows, uint8 [rows, columns], their zero points, float32
+    [rows, groups] or [1, 1] if all are equal, and their scales [rows, groups]. `parts`: as
+    `prepare` returns them; `rows` begins at a multiple of ROW_MULTIPLE."""
+    zeros = parts["zeros"]
+    match scheme:
+        case Packed(num_bits):
+            numbers = unpack(parts["weight_packed"][rows], num_bits)[:, :columns]
+            zeros = zeros if len(zeros) == 1 else zeros[rows]
+            return numbers, zeros, parts["weight_scale"][rows]
+        case Gptq(num_bits):
+            numbers = unpack(parts["qweight"][:, rows].T, num_bits)
+        case Awq():
+            words = slice(rows.start // 8, -(-rows.stop // 8))
+            numbers = _unpack_awq(parts["qweight"][:, words]).T
+    return numbers, zeros[rows], parts["scales"][:, rows].T
 
 
 def row_scales(scheme: Scheme, parts: Parts, num_rows: int) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
 from engine.errors import EngineError, UnsupportedModelError
 from engine.host_memory import available_bytes
+from engine.int4_forms import Int4Forms, possible_forms
 from engine.kernel_trace import trace_kernels
 from engine.largest_step import max_step_tokens
 from engine.model_config import ModelConfig, read_model_config
@@ -73,16 +74,20 @@ def prepare_kernels(
     dtype: torch.dtype,
     max_model_len: int,
     capability: Capability,
+    int4: Sequence[Int4Forms],
     stop: threading.Event | None = None,
 ) -> PreparedKernels:
     """Lists the engine's kernels and compiles those that the cache lacks, for the device of
-    Triton's active driver, whose capability this is. After `stop` is set, it ends soon."""
+    Triton's active driver, whose capability this is. `int4`: the matrices that stay in 4 bits, in
+    one or several possible forms. After `stop` is set, it ends soon."""
     from kernels.kernel_cache import use_cache
     from kernels.kernel_compiler import compile_all, missing_calls, num_processes_for
 
     cache = use_cache(config.kernel_cache_dir)
     began_s = time.perf_counter()
-    calls = trace_kernels(config, model, dtype, max_model_len, capability)
+    calls = frozenset[KernelCall]().union(
+        *(trace_kernels(config, model, dtype, max_model_len, capability, one) for one in int4)
+    )
     missing = missing_calls(calls)
     listed_s = time.perf_counter()
     failures: tuple[str, ...] = ()
@@ -129,8 +134,10 @@ def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedK
     dtype = resolve_dtype(config, torch.device("cuda"))
     capability = capability or torch.cuda.get_device_capability()
     resolve_fp8(config, model, dtype, capability)
+    int4 = possible_forms(config, model, dtype, capability)  # the weights are not needed
+    length = resolve_max_len(config, model)
     with targeted(capability):
-        return prepare_kernels(config, model, dtype, resolve_max_len(config, model), capability)
+        return prepare_kernels(config, model, dtype, length, capability, int4)
 
 
 def run_warm_up(

@@ -52,6 +52,21 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def layer_matrices(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
+    """Returns the matrices of a layer, by the fields of `LayerWeights`, with the names of the
+    weights that are stacked in each."""
+    is_fused = config.family.has_fused_projections
+    qkv = ("qkv",) if is_fused else ("q", "k", "v")
+    gate_up = ("gate_up",) if is_fused else ("gate", "up")
+    layer = f"model.layers.{index}"
+    return {
+        "qkv": tuple(f"{layer}.self_attn.{name}_proj.weight" for name in qkv),
+        "o": (f"{layer}.self_attn.o_proj.weight",),
+        "gate_up": tuple(f"{layer}.mlp.{name}_proj.weight" for name in gate_up),
+        "down": (f"{layer}.mlp.down_proj.weight",),
+    }
+
+
 def is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 

@@ -1,7 +1,8 @@
 """A base's safetensors read into the parameters of the decoder; q, k, v and gate, up are fused.
 
 Reads tensor by tensor: no second copy of the model in memory. The layers' matrices can be kept in
-FP8: each is quantised as it is read, or taken as it is stored.
+FP8: each is quantised as it is read, or taken as it is stored. Those that are stored as 4-bit
+integers can stay so: they are packed anew as they are read, and never dequantized.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import Checkpoint
+from engine.int4_forms import NO_INT4, Int4Forms
 from engine.model_config import ModelConfig
-from engine.weight_shapes import expected_shapes, is_norm
-from kernels.e4m3 import E4m3Rows, Matrix, empty_rows
+from engine.weight_shapes import expected_shapes, is_norm, layer_matrices
+from kernels.e4m3 import E4m3Rows, empty_rows
+from kernels.int4 import Int4Rows, empty_int4
+from kernels.matrix import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,27 @@ def load_weights(
     device: torch.device,
     *,
     is_fp8: bool = False,
+    int4: Int4Forms = NO_INT4,
 ) -> Weights:
-    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
+    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, but those that `int4`
+    names."""
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
     offset = config.family.norm_offset
     checkpoint = Checkpoint(folder, config)
     taken: set[str] = set()
     for name, place in builder.places.items():
-        if not isinstance(place, E4m3Rows):
-            continue
-        if (stored := checkpoint.e4m3_rows(name.removesuffix(".weight"))) is not None:
+        module = name.removesuffix(".weight")
+        if isinstance(place, Int4Rows):
+            _take_int4(place, checkpoint, module)
+            taken.add(name)
+        elif isinstance(place, E4m3Rows) and (stored := checkpoint.e4m3_rows(module)) is not None:
             place.copy_(E4m3Rows(*stored))
             taken.add(name)
     for name, rows, tensor in checkpoint.stream(device, leave_out=taken):
         place = builder.places[name][rows]
+        assert not isinstance(place, Int4Rows)
         if isinstance(place, E4m3Rows):
             place.write_(tensor)
             continue
@@ -79,26 +88,51 @@ def load_weights(
     return weights
 
 
+def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str) -> None:
+    for rows, integers in checkpoint.int4_rows(
+        module, place.device, has_zeros=place.zeros is not None
+    ):
+        place[rows].write_(integers)
+    if place.order is not None:  # the same of all modules of a matrix
+        order = checkpoint.int4_order(module)
+        assert order is not None
+        place.order.copy_(order)
+
+
 def empty_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
+    int4: Int4Forms = NO_INT4,
 ) -> Weights:
     """Returns weights of any content; on the meta device, shapes without memory."""
-    return _Builder(config, dtype, device, is_fp8=is_fp8).build()
+    return _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4).build()
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
+    int4: Int4Forms = NO_INT4,
 ) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
-    so that activations keep their size; the same on every call with one device and shape. In FP8,
-    those of the other type quantised."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
+    so that activations keep their size; the same on every call with one device and shape. In FP8
+    and in 4 bits, those of the other type quantised."""
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
-        if isinstance(place, E4m3Rows):
+        if isinstance(place, E4m3Rows | Int4Rows):
             drawn = torch.empty(place.shape, dtype=dtype, device=device)
-            place.write_(drawn.normal_(0.0, place.shape[-1] ** -0.5, generator=generator))
+            drawn.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
+            if isinstance(place, E4m3Rows):
+                place.write_(drawn)
+            else:
+                place.write_nearest_(drawn)
         elif is_norm(name):
             place.fill_(1)
         elif name.endswith(".bias"):
@@ -112,10 +146,17 @@ class _Builder:
     """Allocates the parameters and records, for each tensor of the files, its destination."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_fp8: bool,
+        int4: Int4Forms,
     ) -> None:
         self.places: dict[str, Matrix] = {}
         self._is_fp8 = is_fp8
+        self._int4 = int4
         self._config = config
         self._shapes = expected_shapes(config)
         self._dtype = dtype
@@ -133,10 +174,8 @@ class _Builder:
 
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        is_fused = self._config.family.has_fused_projections
-        qkv = [f"{attention}.{name}_proj" for name in (["qkv"] if is_fused else "qkv")]
-        gate_up = [f"{mlp}.{name}_proj" for name in (["gate_up"] if is_fused else ["gate", "up"])]
+        attention = f"{layer}.self_attn"
+        names = layer_matrices(self._config, index)
         norms = {
             place: self._make(f"{layer}.{norm}.weight")
             for place, norm in self._config.family.norms.items()
@@ -146,24 +185,30 @@ class _Builder:
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            qkv=self._make_matrix(*(f"{module}.weight" for module in qkv)),
-            qkv_bias=self._make_if_expected(*(f"{module}.bias" for module in qkv)),
+            qkv=self._make_matrix(*names["qkv"]),
+            qkv_bias=self._make_if_expected(*_biases(names["qkv"])),
             q_norm=self._make_if_expected(f"{attention}.q_norm.weight"),
             k_norm=self._make_if_expected(f"{attention}.k_norm.weight"),
-            o=self._make_matrix(f"{attention}.o_proj.weight"),
-            o_bias=self._make_if_expected(f"{attention}.o_proj.bias"),
-            gate_up=self._make_matrix(*(f"{module}.weight" for module in gate_up)),
-            gate_up_bias=self._make_if_expected(*(f"{module}.bias" for module in gate_up)),
-            down=self._make_matrix(f"{mlp}.down_proj.weight"),
-            down_bias=self._make_if_expected(f"{mlp}.down_proj.bias"),
+            o=self._make_matrix(*names["o"]),
+            o_bias=self._make_if_expected(*_biases(names["o"])),
+            gate_up=self._make_matrix(*names["gate_up"]),
+            gate_up_bias=self._make_if_expected(*_biases(names["gate_up"])),
+            down=self._make_matrix(*names["down"]),
+            down_bias=self._make_if_expected(*_biases(names["down"])),
         )
 
     def _make_matrix(self, *names: str) -> Matrix:
-        """Allocates one matrix of a layer, in FP8 if the base is quantised."""
-        if not self._is_fp8:
+        """Allocates one matrix of a layer, in 4 bits or FP8 if it is to be quantised."""
+        form = self._int4.get(names[0])
+        if form is None and not self._is_fp8:
             return self._make(*names)
         sizes = [self._shapes[name][0] for name in names]
-        rows = empty_rows(sum(sizes), self._shapes[names[0]][1], self._device)
+        height, width = sum(sizes), self._shapes[names[0]][1]
+        rows: E4m3Rows | Int4Rows
+        if form is not None:
+            rows = empty_int4(height, width, form, self._device)
+        else:
+            rows = empty_rows(height, width, self._device)
         self.places.update(zip(names, rows.split(sizes), strict=True))
         return rows
 
@@ -179,3 +224,7 @@ class _Builder:
 
     def _make_if_expected(self, *names: str) -> torch.Tensor | None:
         return self._make(*names) if names[0] in self._shapes else None
+
+
+def _biases(weights: tuple[str, ...]) -> list[str]:
+    return [f"{name.removesuffix('.weight')}.bias" for name in weights]

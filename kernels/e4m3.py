@@ -76,9 +76,6 @@ class E4m3Rows:
             self.scales[start : start + rows] = part.scales
 
 
-Matrix = torch.Tensor | E4m3Rows  # [N, K]: a weight in the type of the activations, or in e4m3
-
-
 def empty_rows(rows: int, columns: int, device: torch.device) -> E4m3Rows:
     values = torch.empty((rows, columns), dtype=E4M3, device=device)
     return E4m3Rows(values, torch.empty(rows, dtype=torch.float32, device=device))

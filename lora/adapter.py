@@ -358,7 +358,7 @@ def _check_base_copy(
     module: str, file: TensorFile, key: str, base_parameter: BaseParameter | None
 ) -> None:
     base = base_parameter(f"{module}.weight") if base_parameter is not None else None
-    if not isinstance(base, torch.Tensor):  # or in FP8
+    if not isinstance(base, torch.Tensor):  # or quantized
         raise AdapterError(
             f"the file holds a copy of the base's weight of {module} that cannot be compared; save "
             "with save_embedding_layers=False"

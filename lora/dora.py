@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.e4m3 import Matrix
+from kernels.matrix import Matrix
 
 _CHUNK_BYTES = 16 * 1024 * 1024  # of a weight in float32 at a time
 _LITTLE = 1e-3  # of |W_i|^2 + |D_i|^2: above it, gains are within 1e-4

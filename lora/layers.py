@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 
-from kernels.e4m3 import Matrix
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_norm_add_norm import lora_norm_add_norm
@@ -30,6 +29,7 @@ from kernels.lora_shrink_expand import (
     lora_expand_,
 )
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.matrix import Matrix
 from kernels.norm_add_norm import norm_add_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write

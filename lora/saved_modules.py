@@ -121,7 +121,7 @@ def _differences(
         weight = base(f"{module}.weight")
         if weight is None:
             raise AdapterError(f"the base has no weight of {module} to compare with")
-        assert isinstance(weight, torch.Tensor)  # heads and embeddings are never kept in FP8
+        assert isinstance(weight, torch.Tensor)  # heads and embeddings are never quantized
         change = _change(file, key, module, weight, limits.max_rank, available_bytes)
         if change is not None:
             found[module] = _as_lora(change, module, len(weight), limits, notice)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.e4m3 import Matrix
+from kernels.matrix import Matrix
 from lora.dora import dora_gains
 from lora.errors import AdapterError
 from lora.header import TensorFile

@@ -30,6 +30,8 @@ _SLOW_FILES = (
     "test_engine_windows",
     "test_engine_families",
     "test_fp8",
+    "test_int4",
+    "test_int4_compiles",
     "test_engine_parity",
     "test_serve_register",
     "test_registry_server",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.checkpoint import Checkpoint
 from engine.checks.fit import RESERVED_BYTES, estimate_fit, weight_bytes
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
+from engine.int4_forms import stored_forms
 from engine.kv_cache import block_bytes
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB
@@ -21,6 +24,7 @@ from serve_app.cli import main as cli
 from serve_app.cli.commands.store import open_registry
 from tests.engine_helpers import make_base
 from tests.gguf_files import write_gguf
+from tests.int4_bases import write_int4
 from tests.quantized_bases import write_quantized
 from tests.registry_helpers import empty_home
 from tests.test_engine_gptq_awq import AWQ, awq
@@ -48,6 +52,42 @@ def test_the_bytes_are_those_that_are_loaded(tmp_path: Path, dtype: torch.dtype)
     fit = estimate_fit(folder, 4 * GIB)
     assert fit.stored_bytes == (folder / SINGLE_FILE).stat().st_size
     assert fit.stored_as == "awq gemm, 4 bits in groups of 16 (21 modules)"
+
+
+@pytest.mark.parametrize("name", ["gptq, sorted", "awq", "packed per channel, asymmetric"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_quantized_bases_are_those_that_are_loaded(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    folder = write_int4(tmp_path, name)[1]
+    config, cpu = read_model_config(folder), torch.device("cpu")
+    forms, _ = stored_forms(config, Checkpoint(folder, config))
+    some = {key: form for key, form in forms.items() if "layers.0" in key}
+    for int4, is_fp8 in ((forms, False), (some, False), (some, True), ({}, True)):
+        weights = load_weights(folder, config, dtype, cpu, int4=int4, is_fp8=is_fp8)
+        layers = (
+            one
+            for layer in weights.layers
+            for one in (getattr(layer, field.name) for field in fields(layer))
+            if one is not None
+        )
+        held = sum(one.nbytes for one in (weights.embedding, weights.head, weights.norm, *layers))
+        assert weight_bytes(config, dtype, int4=int4, is_fp8=is_fp8) == held
+
+
+def test_a_base_in_4_bits_leaves_more_room(tmp_path: Path) -> None:
+    folder = write_int4(tmp_path, "gptq, sorted")[1]
+    kept, wide = estimate_fit(folder, 4 * GIB), estimate_fit(folder, 4 * GIB, "none")
+    assert kept.weight_bytes < wide.weight_bytes
+    assert kept.served_as == (
+        "4 bits in 8 of 8 matrices, the rest bfloat16, Triton's kernels of 4 bits up to 256 "
+        "tokens, cuBLAS beyond"
+    )
+    assert wide.served_as == "dequantized to bfloat16, Triton's and cuBLAS' kernels"
+    in_fp8 = estimate_fit(folder, 4 * GIB, "fp8")
+    assert kept.weight_bytes < in_fp8.weight_bytes < wide.weight_bytes
+    assert in_fp8.served_as.startswith("FP8 e4m3, the rest bfloat16")
+    assert "dequantized" not in kept.facts()
 
 
 def test_more_memory_has_room_for_more(tmp_path: Path) -> None:
@@ -93,11 +133,18 @@ def test_doctor_tells_of_a_base_before_it_is_loaded(
     assert "awq gemm, 4 bits in groups of 16 (21 modules)" in said
     assert "dequantized to bfloat16" in said
     assert "tokens of KV" in said
+    assert "kernels read groups of 32, 64, 128" in " ".join(said.split())
+    assert run("doctor", "--base", str(folder), "--memory", "80", "--quantization", "fp8") == 0
+    assert "FP8 e4m3, the rest bfloat16" in capsys.readouterr().out
+    assert run("doctor", "--base", str(folder), "--quantization", "int8") == 1
+    assert "--quantization is int8: known are auto, none, fp8, int4" in capsys.readouterr().err
     assert run("doctor", "--base", str(folder), "--memory", "1") == 1
     assert "nothing is left for KV" in capsys.readouterr().out
     (folder / "config.json").unlink()
     assert run("doctor", "--base", str(folder)) == 1
     assert "no config.json" in capsys.readouterr().out
+    assert run("doctor", "--quantization", "fp8") == 1
+    assert "--base FOLDER" in capsys.readouterr().err
     assert run("doctor", "--memory", "80") == 1
     assert "--base FOLDER" in capsys.readouterr().err
 

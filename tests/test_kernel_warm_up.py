@@ -20,6 +20,7 @@ import torch
 
 from engine import kernel_trace, warm_batches
 from engine.config import EngineConfig
+from engine.int4_forms import likely_forms
 from engine.kernel_trace import trace_kernels
 from engine.model_config import ModelConfig, parse_model_config
 from engine.warm_batches import BatchShape, step_sizes
@@ -41,6 +42,7 @@ if HAS_TRITON:
         tl.store(words_ptr + tl.load(table_ptr + page), WORDS)
 
 
+Quantization = Literal["auto", "none", "fp8"]
 ROOT = Path(__file__).parent.parent
 HOPPER, AMPERE = (9, 0), (8, 0)
 LLAMA: dict[str, object] = {
@@ -78,8 +80,16 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+INT4_MODELS: dict[str, dict[str, object]] = {
+    "llama-3-8b-gptq": LLAMA | {"quantization_config": GPTQ},
+    "qwen2-with-biases-awq": MODELS["qwen2-with-biases"]
+    | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}},
+}
+
+
 def model_named(name: str) -> ModelConfig:
-    return parse_model_config(MODELS[name], {})
+    return parse_model_config((MODELS | INT4_MODELS)[name], {})
 
 
 @cache
@@ -91,7 +101,7 @@ def traced(
     capability: tuple[int, int] = HOPPER,
     dtype: torch.dtype = torch.bfloat16,
     affine_adapters: bool = True,
-    quantization: Literal["none", "fp8"] = "none",
+    quantization: Quantization = "none",
 ) -> frozenset[KernelCall]:
     model = replace(model_named(name), num_layers=2)
     model = replace(model, sliding_windows=model.sliding_windows[:2], ropes=model.ropes[:2])
@@ -105,7 +115,8 @@ def traced(
         affine_adapters=affine_adapters,
         quantization=quantization,
     )
-    return trace_kernels(config, model, dtype, 4096, capability)
+    int4 = likely_forms(model) if quantization == "auto" else {}
+    return trace_kernels(config, model, dtype, 4096, capability, int4)
 
 
 def pool_bytes(model: ModelConfig, num_pages: int) -> int:
@@ -163,7 +174,7 @@ def launched_kernels() -> set[str]:
 
 def test_the_list_has_every_kernel_of_the_folder() -> None:
     """Collects them over models: few rows with and without norms, norms of what a layer adds,
-    windows, an older device, FP8."""
+    windows, an older device, FP8, 4 bits."""
     everywhere = frozenset[KernelCall]().union(
         traced("llama-3-8b"),
         traced("qwen3-8b"),
@@ -171,6 +182,7 @@ def test_the_list_has_every_kernel_of_the_folder() -> None:
         traced("olmo-2-7b"),
         traced("llama-3-8b", capability=AMPERE),
         traced("llama-3-8b", quantization="fp8"),
+        traced("llama-3-8b-gptq", quantization="auto"),
     )
     assert names(everywhere) == launched_kernels()
 
@@ -181,10 +193,11 @@ def test_the_list_has_every_kernel_of_the_folder() -> None:
         *((name, "none") for name in sorted(MODELS.keys() - {"smollm3"})),
         ("llama-3-8b", "fp8"),
         ("qwen2-with-biases", "fp8"),
+        *((name, "auto") for name in INT4_MODELS),
     ],
 )
 def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
-    name: str, quantization: Literal["none", "fp8"], monkeypatch: pytest.MonkeyPatch
+    name: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every number of tokens up to 160, all around the thresholds above, with any number of single
     tokens, and adapters of other ranks beside each other."""
@@ -266,6 +279,39 @@ def test_an_engine_in_fp8_has_products_of_its_own() -> None:
         "_fp8_mid_kernel": 16,
         "_fp8_sum_kernel": 2,
     }
+
+
+def test_an_engine_in_4_bits_has_products_of_its_own() -> None:
+    found = traced("llama-3-8b-gptq", quantization="auto")
+    assert "kernels.triton_linear_few._linear_few_kernel" not in names(found)
+    new = [call.name for call in found - traced("llama-3-8b")]
+    # Four weights with and without LoRA, in three tiles of tokens; K in parts for three heights.
+    assert Counter(new) == {
+        "_int4_few_kernel": 8,
+        "_int4_mid_kernel": 12,
+        "_int4_sum_kernel": 2,
+        "_write_out_kernel": 4,
+    }
+    assert traced("llama-3-8b-gptq") == traced("llama-3-8b")
+
+
+def test_layers_in_other_forms_are_in_the_list() -> None:
+    """A base whose last layers are dequantized, or have zero points."""
+    model, config = model_named("llama-3-8b-gptq"), EngineConfig("", "", adapter_pool_bytes=0)
+    every = likely_forms(model)
+    last = {name: form for name, form in every.items() if ".31." in name}
+    some = every.items() - last.items()
+    found = {
+        kind: trace_kernels(config, model, torch.bfloat16, 4096, HOPPER, forms)
+        for kind, forms in {
+            "all": every,
+            "none": {},
+            "some": dict(some),
+            "zeros": dict(some) | {n: replace(form, has_zeros=True) for n, form in last.items()},
+        }.items()
+    }
+    assert found["some"] == found["all"] | found["none"]
+    assert found["zeros"] > found["all"]
 
 
 def test_a_warm_up_leaves_out_adapters_that_the_host_has_no_room_for() -> None:

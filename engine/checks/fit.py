@@ -1,8 +1,8 @@
 """The memory that a base needs, from its files' headers, before anything is loaded: does it fit a
 device, and how much room is left for adapters and KV?
 
-An estimate for the defaults of the configuration. What a step and its graphs need is measured by
-the engine at its start; RESERVED_BYTES stand for it here.
+An estimate for the defaults of the configuration, but for `quantization`. What a step and its
+graphs need is measured by the engine at its start; RESERVED_BYTES stand for it here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,29 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import Checkpoint
-from engine.config import EngineConfig
+from engine.config import EngineConfig, QuantizationSetting
 from engine.devices import describe_devices
 from engine.host_memory import available_bytes
+from engine.int4_forms import (
+    NO_INT4,
+    Int4Forms,
+    describe_reasons,
+    resolve_int4,
+    stored_forms,
+    stores_int4,
+)
 from engine.kv_cache import block_bytes
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.weight_shapes import expected_shapes, is_norm
+from engine.resolved import resolve_fp8
+from engine.weight_shapes import expected_shapes, is_matrix, is_norm, layer_matrices
+from kernels.backend import Capability
+from kernels.int4_linear import MAX_MID_ROWS
 from lora.page_image import PageLayout
 
 RESERVED_BYTES = 3 * GIB  # of a CUDA device: activations, graphs and libraries
+_MEANT: Capability = (9, 0)  # of a device of which only the memory is given
 _CONFIG = EngineConfig("", "")
 
 
@@ -39,6 +51,7 @@ class Fit:
     adapter_bytes: int  # of one of rank 16 on all linear layers
     num_adapters: int  # that the pool holds by default
     kv_tokens: int  # that fit beside weights and adapters
+    not_in_4_bits: str = ""  # the matrices of a 4-bit checkpoint that cannot stay so, and why
 
     @property
     def fits(self) -> bool:
@@ -51,6 +64,8 @@ class Fit:
             "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB",
             "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB",
         }
+        if self.not_in_4_bits:
+            facts["dequantized"] = self.not_in_4_bits
         if not self.fits:
             return facts | {"fits": "no: nothing is left for KV"}
         return facts | {
@@ -59,22 +74,30 @@ class Fit:
         }
 
 
-def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
-    """Reads headers only. `memory_bytes`: of a CUDA device that is meant; None: the first one of
-    this machine, or its host memory. Raises UnsupportedModelError, with the tensor or key and the
-    reason, for a base that the engine refuses."""
+def estimate_fit(
+    folder: Path, memory_bytes: int | None = None, quantization: QuantizationSetting = "auto"
+) -> Fit:
+    """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
+    first one of this machine, or its host memory. `quantization`: as in the configuration of an
+    engine. Raises UnsupportedModelError, with the tensor or key and the reason, for a base that the
+    engine refuses."""
     config = read_model_config(folder)
     checkpoint = Checkpoint(folder, config)
     devices = describe_devices()
     is_cuda = memory_bytes is not None or bool(devices.cuda)
     dtype = torch.bfloat16 if is_cuda else torch.float32
+    capability = _MEANT if is_cuda else None
     if memory_bytes is not None:
         device = "a CUDA device of this size"
     elif devices.cuda:
         device, memory_bytes = devices.cuda[0].name, devices.cuda[0].memory_bytes
+        capability = devices.cuda[0].capability
     else:
         device, memory_bytes = "CPU", available_bytes()
-    weights = weight_bytes(config, dtype)
+    meant = EngineConfig(str(folder), "", quantization=quantization)
+    is_fp8 = resolve_fp8(meant, config, dtype, capability)
+    int4 = resolve_int4(meant, config, dtype, capability)
+    weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4)
     page = PageLayout(lora_sites(config), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
     pool = default_adapter_pool_bytes(
@@ -83,10 +106,13 @@ def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
         weights=weights,
         page_bytes=page,
     )
+    reasons = ""
+    if is_cuda and quantization in ("auto", "int4") and stores_int4(config):
+        reasons = describe_reasons(stored_forms(config, checkpoint)[1])
     left = share - weights - pool - (RESERVED_BYTES if is_cuda else 0)
     return Fit(
         stored_as=_stored_as(config, checkpoint),
-        served_as=_served_as(dtype, is_cuda, checkpoint),
+        served_as=_served_as(config, dtype, checkpoint, is_cuda=is_cuda, is_fp8=is_fp8, int4=int4),
         stored_bytes=checkpoint.num_bytes,
         weight_bytes=weights,
         device=device,
@@ -94,6 +120,7 @@ def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
         adapter_bytes=page,
         num_adapters=pool // page,
         kv_tokens=_kv_tokens(config, max(0, left), dtype, runs_ahead=is_cuda),
+        not_in_4_bits=reasons,
     )
 
 
@@ -105,13 +132,33 @@ def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_
     return layout.num_tokens(max(0, num_blocks), uncommitted, length)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of all weights in memory, norms of some families in float32."""
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    is_fp8: bool = False,
+    int4: Int4Forms = NO_INT4,
+) -> int:
+    """Returns the bytes of all weights in memory, norms of some families in float32. `is_fp8`,
+    `int4`: as for `load_weights`."""
     is_wide = config.family.has_wide_norms
-    return sum(
-        math.prod(shape) * (4 if is_wide and is_norm(name) else dtype.itemsize)
-        for name, shape in expected_shapes(config).items()
-    )
+    shapes = expected_shapes(config)
+    total = 0
+    for index in range(config.num_layers):
+        for names in layer_matrices(config, index).values():
+            form = int4.get(names[0])
+            if form is not None:
+                height = sum(shapes[name][0] for name in names)
+                total += form.num_bytes(height, shapes[names[0]][1])
+                for name in names:
+                    del shapes[name]
+    for name, shape in shapes.items():
+        if is_fp8 and is_matrix(name):
+            total += math.prod(shape) + 4 * shape[0]  # e4m3, and a scale for each row
+        else:
+            size = 4 if is_wide and is_norm(name) else dtype.itemsize
+            total += math.prod(shape) * size
+    return total
 
 
 def _stored_as(config: ModelConfig, checkpoint: Checkpoint) -> str:
@@ -120,7 +167,25 @@ def _stored_as(config: ModelConfig, checkpoint: Checkpoint) -> str:
     return f"{config.quantization.words} ({checkpoint.num_quantized} modules)"
 
 
-def _served_as(dtype: torch.dtype, is_cuda: bool, checkpoint: Checkpoint) -> str:
+def _served_as(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    *,
+    is_cuda: bool,
+    is_fp8: bool,
+    int4: Int4Forms,
+) -> str:
     name = str(dtype).removeprefix("torch.")
+    if is_fp8:
+        kernels = "Triton's kernels and torch._scaled_mm" if is_cuda else "torch operations"
+        return f"FP8 e4m3, the rest {name}, {kernels}"
+    if int4:
+        kernels = "torch operations"
+        if is_cuda:
+            kernels = f"Triton's kernels of 4 bits up to {MAX_MID_ROWS} tokens, cuBLAS beyond"
+        return (
+            f"4 bits in {len(int4)} of {4 * config.num_layers} matrices, the rest {name}, {kernels}"
+        )
     how = f"dequantized to {name}" if checkpoint.num_quantized else name
     return f"{how}, " + ("Triton's and cuBLAS' kernels" if is_cuda else "torch operations")

@@ -25,11 +25,12 @@ from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from engine.weights import LayerWeights, Weights
-from kernels.e4m3 import E4m3Rows, Matrix
+from kernels.matrix import Matrix
 from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 
 _BLOCK_SIZE = 16
+_NORM_ROWS = 1024  # of a quantized weight, in float32 at a time
 _ROWS = 32  # rows whose logits exist at a time: 20 MB for 150,000 tokens
 _BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 
@@ -132,10 +133,16 @@ def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     norms: dict[str, float] = {}
     for site, tensor in zip(sites, fused, strict=True):
         for part, rows in _slices(site, tensor):
-            wide = rows.float() if isinstance(rows, E4m3Rows) else rows
-            norm = float(torch.linalg.vector_norm(wide, dtype=torch.float32))
-            norms[part.module] = math.hypot(norms.get(part.module, 0.0), norm)
+            norms[part.module] = math.hypot(norms.get(part.module, 0.0), _norm(rows))
     return norms
+
+
+def _norm(matrix: Matrix) -> float:
+    if isinstance(matrix, torch.Tensor):
+        return float(torch.linalg.vector_norm(matrix, dtype=torch.float32))
+    # In parts: a whole one in float32 may not fit beside an engine.
+    parts = (torch.linalg.vector_norm(part.float()) for part in matrix.split(_NORM_ROWS))
+    return math.hypot(*map(float, parts))
 
 
 def scratch_bytes(config: ModelConfig) -> int:

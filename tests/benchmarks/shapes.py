@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # The letter of each linear in the names of cases and adapters.
@@ -138,6 +138,12 @@ class ModelShape:
                 module.split(".")[1] for module in self.linears if is_target(module, targets)
             ],
         }
+
+
+def in_gptq(shape: ModelShape) -> ModelShape:
+    """Returns the shape as a base of GPTQ: 4 bits, symmetric, in groups of 128."""
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    return replace(shape, more={**shape.more, "quantization_config": scheme})
 
 
 SHAPES = {

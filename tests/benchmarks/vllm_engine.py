@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.cases import Case, adapter_of, cases_from_json, groups_of, make_prompts
 from tests.benchmarks.report import emit, machine
-from tests.benchmarks.shapes import SHAPES, ModelShape
+from tests.benchmarks.shapes import SHAPES, ModelShape, in_gptq
 
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
 WARM_UP_TOKENS = 8
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--cases", required=True, help="as JSON (cases.cases_as_json)")
     parser.add_argument("--lora", type=int, choices=[0, 1], required=True)
-    parser.add_argument("--quantization", help="of the base, such as fp8")
+    parser.add_argument("--quantization", help="of the base: fp8, or gptq")
     parser.add_argument("--max-loras", type=int, default=32)
     parser.add_argument("--max-rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -132,6 +132,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
+    if args.quantization == "gptq":
+        shape, args.quantization = in_gptq(shape), None  # vLLM takes its fastest kernels for it
     start = time.perf_counter()
     llm = open_vllm(shape, args)
     emit(

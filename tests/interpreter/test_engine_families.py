@@ -10,6 +10,9 @@ import pytest
 from engine.runner import ModelRunner
 from tests.engine_helpers import Job, make_runner, make_sequence, random_prompt, run_mixed
 from tests.family_bases import VARIANTS, make_family_adapter, make_family_base
+from tests.int4_bases import gptq
+from tests.quantized_bases import write_quantized
+from tests.test_engine_gptq_awq import gptq_config
 
 OWNERS = (None, "adapter", "adapter")
 # A type for each: few rows in 16 bits have other kernels.
@@ -81,4 +84,21 @@ def test_mixed_steps_in_fp8_give_what_the_reference_gives(name: str, tmp_path: P
     adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
     expected = outputs(base, adapter, "reference", "float16", "fp8")
     assert outputs(base, adapter, "triton", "float16", "fp8") == expected
+    assert len(set(map(tuple, expected))) == len(OWNERS)
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo 3"])
+def test_mixed_steps_in_4_bits_give_what_the_reference_gives(name: str, tmp_path: Path) -> None:
+    """A family with biases, and one with norms after its products."""
+    changes: dict[str, object] = {"num_hidden_layers": 2}
+    if "layer_types" in VARIANTS[name].changes:
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    variant = replace(VARIANTS[name], changes=VARIANTS[name].changes | changes)
+    plain = make_family_base(tmp_path / "base", variant)
+    quantize = gptq(32, symmetric=False)
+    base, weights = write_quantized(plain, tmp_path / "gptq", gptq_config(4, 32), quantize)
+    assert weights
+    adapter = make_family_adapter(tmp_path / "adapter", plain, variant.linears, rank=8)
+    expected = outputs(base, adapter, "reference", "float16", "int4")
+    assert outputs(base, adapter, "triton", "float16", "int4") == expected
     assert len(set(map(tuple, expected))) == len(OWNERS)

@@ -15,7 +15,10 @@ from engine.kernel_trace import trace_kernels
 from engine.types import Request, SamplingParams
 from kernels.triton_launch import recorded_calls
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.int4_bases import gptq
 from tests.peft_kinds import save_peft
+from tests.quantized_bases import write_quantized
+from tests.test_engine_gptq_awq import gptq_config
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {
@@ -34,12 +37,17 @@ PARAMS = (
 
 
 @pytest.mark.parametrize(  # few rows in 16 bits: other kernels
-    ("dtype", "quantization"), [("float32", "none"), ("float16", "none"), ("float16", "fp8")]
+    ("dtype", "quantization"),
+    [("float32", "none"), ("float16", "none"), ("float16", "fp8"), ("float16", "int4")],
 )
 def test_traffic_launches_listed_kernels_only(
     tmp_path: Path, dtype: str, quantization: str
 ) -> None:
     base = make_base(tmp_path / "base", num_hidden_layers=1, head_dim=16)
+    plain = base
+    if quantization == "int4":
+        quantize = gptq(32, symmetric=False)
+        base, _ = write_quantized(plain, tmp_path / "gptq", gptq_config(4, 32), quantize)
     values: dict[str, object] = {
         "backend": "triton",
         "dtype": dtype,
@@ -51,10 +59,10 @@ def test_traffic_launches_listed_kernels_only(
     }
     runner = make_runner(base, **values)  # type: ignore[arg-type]
     for i, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
-        runner.load_adapter(name, make_adapter(tmp_path / name, base, rank, targets, seed=i))
+        runner.load_adapter(name, make_adapter(tmp_path / name, plain, rank, targets, seed=i))
     for name, rank in (("dora", 8), ("wide dora", 20)):
         kind = LoraConfig(r=rank, target_modules=list(LINEARS), use_dora=True)
-        runner.load_adapter(name, save_peft(tmp_path / name, base, kind))
+        runner.load_adapter(name, save_peft(tmp_path / name, plain, kind))
     config = EngineConfig(model_path=str(base), base_digest="base", **values)  # type: ignore[arg-type]
     engine = Engine(config, runner)
     owners = (None, "narrow", "wide", "mlp", "words", "dora", "wide dora")
@@ -67,6 +75,6 @@ def test_traffic_launches_listed_kernels_only(
     for is_eager in (False, True):
         wanted = replace(config, enforce_eager=is_eager)
         model, length = runner.model_config, runner.max_model_len
-        listed = trace_kernels(wanted, model, runner.dtype, length, (9, 0))
+        listed = trace_kernels(wanted, model, runner.dtype, length, (9, 0), runner._int4)
         assert launched - listed == frozenset()
     assert len(launched) > 14

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from packaging.requirements import Requirement
 from rich.table import Table
 
 from engine.checks.fit import estimate_fit
+from engine.config import QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
 from registry.catalog import Catalog
@@ -44,16 +45,29 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -> None:
+def doctor(
+    port: int, base: Path | None, memory_gib: float | None, quantization: str | None, json: bool
+) -> None:
     if memory_gib is not None and base is None:
         raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
+    if quantization is not None and base is None:
+        raise Failure(
+            f"--quantization is {quantization}: it is for --base FOLDER, which is missing"
+        )
+    known = get_args(QuantizationSetting)
+    if quantization is not None and quantization not in known:
+        raise Failure(f"--quantization is {quantization}: known are {', '.join(known)}")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
     with console.status("Looking"):
-        for finding in _findings(port) if base is None else _base(base, memory_gib):
+        for finding in (
+            _findings(port)
+            if base is None
+            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "auto"))
+        ):
             findings.append(finding)
             failed += finding.state == "fail"
             colour = _COLOURS[finding.state]
@@ -68,16 +82,19 @@ def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -
         raise Failure(f"{failed} of these must be put right before {what}")
 
 
-def _base(folder: Path, memory_gib: float | None) -> Iterator[Finding]:
+def _base(
+    folder: Path, memory_gib: float | None, quantization: QuantizationSetting
+) -> Iterator[Finding]:
     """Checks a base's folder by the headers of its files."""
+    memory = None if memory_gib is None else int(memory_gib * _GIB)
     try:
-        fit = estimate_fit(folder, None if memory_gib is None else int(memory_gib * _GIB))
+        fit = estimate_fit(folder, memory, quantization)
     except UnsupportedModelError as error:
         yield Finding("base", "fail", str(error))
         return
     for what, words in fit.facts().items():
         if what == "fits" and not fit.fits:
-            remedy = "a larger device, or a smaller base: quantized ones are served dequantized"
+            remedy = "a larger device, a smaller base, or engine.quantization: fp8"
             yield Finding(what, "fail", words, remedy)
         else:
             yield Finding(what, "ok", words)

@@ -86,6 +86,10 @@ def doctor(
         float | None,
         typer.Option("--memory", min=0.1, max=1e6, help="GiB of the GPU that --base is for"),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", help="engine.quantization for --base; default: auto"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""

@@ -1,11 +1,12 @@
-"""Offline throughput of our engine with its linears in FP8, beside the same engine in bfloat16.
+"""Offline throughput of our engine with quantized linears, beside the same engine in bfloat16.
 
 Both engines are open at once and run each case in turns, so that a clock that moves moves both; the
 workload is that of `engine`: prompts of 256 random tokens, 128 tokens out, greedy, all requests at
-once, with 0 and up to 32 distinct adapters of rank 16. vLLM with `--quantization fp8`, where its
-packages are, runs before in a process of its own.
+once, with 0 and up to 32 distinct adapters of rank 16. `--scheme fp8` quantises in FP8, `int4` has
+a GPTQ base, symmetric in groups of 128. vLLM with the same, where its packages are, runs before in
+a process of its own.
 
-    python -m tests.benchmarks.fp8_engine --out FILE [--vllm SITE_PACKAGES] [--requests 1,32,256]
+    python -m tests.benchmarks.quantized_engine --scheme fp8|int4 --out FILE [--vllm SITE_PACKAGES]
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
 from tests.benchmarks.engine import folder_of_tests
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, to_base
 from tests.benchmarks.report import Report, print_table
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import SHAPES, in_gptq
 
 WARM_UP_TOKENS = 8
 MOST_DISTINCT = 32
 HOST_BYTES = 8 * 1024**3
-MEMORY = {"bf16": 0.42, "fp8": 0.32}  # of the device: both at once, each with room for 256 requests
+# Of the device: both at once, each with room for 256 requests.
+MEMORY = {"bf16": 0.42, "fp8": 0.32, "int4": 0.3}
 Sides = dict[str, OurEngine]
 
 
@@ -45,16 +47,17 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
 
 async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[object, ...]]:
     sides: Sides = {}
-    for side, memory in MEMORY.items():
+    for side in ("bf16", args.scheme):
+        shape = SHAPES[args.shape]
         settings = Settings(
-            SHAPES[args.shape],
-            args.work / args.shape,
+            in_gptq(shape) if side == "int4" else shape,
+            args.work / f"{args.shape}-{side}",
             device=args.device,
-            memory_fraction=memory,
+            memory_fraction=MEMORY[side],
             max_num_batched_tokens=args.batched_tokens,
             num_blocks=None if args.device == "cuda" else 512,
             others={
-                "quantization": "fp8" if side == "fp8" else "none",
+                "quantization": "none" if side == "bf16" else side,
                 "adapter_host_bytes": HOST_BYTES,
             },
         )
@@ -95,16 +98,17 @@ async def _measure(
             line = figures(case, own) | (to_base(own, base) if case.distinct else {})
             report.emit(side=side, shape=args.shape, case=case.name, **line)
             rates.append(float(str(line["output_tokens_per_s"])))
-        pairs = zip(runs["bf16", case.name], runs["fp8", case.name], strict=True)
-        ratio = statistics.median(plain.seconds / fp8.seconds for plain, fp8 in pairs)
-        report.emit(case=case.name, fp8_to_bf16=round(ratio, 3))
+        pairs = zip(runs["bf16", case.name], runs[args.scheme, case.name], strict=True)
+        ratio = statistics.median(plain.seconds / own.seconds for plain, own in pairs)
+        report.emit(case=case.name, **{f"{args.scheme}_to_bf16": round(ratio, 3)})
         rows.append((case.name, *rates, ratio))
     return rows
 
 
 def run_vllm(args: argparse.Namespace, report: Report) -> None:
     cases = [case for group in cases_of(args) for case in group]
-    command = module("vllm_engine", "--shape", args.shape, "--lora", "1", "--quantization", "fp8")
+    method = "gptq" if args.scheme == "int4" else args.scheme
+    command = module("vllm_engine", "--shape", args.shape, "--lora", "1", "--quantization", method)
     command += ["--cases", cases_as_json(cases), "--repeats", str(args.repeats)]
     command += ["--work", str(args.work)]
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -119,6 +123,7 @@ def run_vllm(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--scheme", choices=["fp8", "int4"], required=True)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--requests", default="1,32,256", help="numbers of requests, by comma")
@@ -133,11 +138,12 @@ def main() -> None:
     args = parser.parse_args()
     args.work = args.work.resolve()
     report = Report(args.out)
-    report.emit_machine("fp8_engine")
+    report.emit_machine(f"{args.scheme}_engine")
     if args.vllm:
         run_vllm(args, report)
     rows = asyncio.run(run_ours(args, report))
-    print_table(("case", "bf16 tok/s", "fp8 tok/s", "fp8/bf16"), rows)
+    units = ("bf16 tok/s", f"{args.scheme} tok/s", f"{args.scheme}/bf16")
+    print_table(("case", *units), rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,162 @@
+"""The shared parts of the kernels that read 4-bit rows, and the kernel that writes them out.
+
+A nibble becomes a float of 16 bits without a conversion: behind the bits of 128 (bfloat16) or 1024
+(float16) it is the last bits of that number plus q, of which one fused multiply-add takes 128 or
+1024 and the zero point. All of it is exact. Conversions from integers are 16 a clock of a
+multiprocessor, and at the bandwidth of an H100 a clock brings 29 weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.int4 import Int4Rows
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+
+
+def _assembly(kind: str, one: str, magic: str) -> tl.constexpr:
+    """Returns the code that turns four bytes $4 and the numbers to add, $5 and $6 for the low and
+    $7 and $8 for the high halves, into the pairs $0, $1 and $2, $3."""
+    return tl.constexpr(f"""{{
+        .reg .b32 a, b, one, mask, magic;
+        mov.b32 one, {one};
+        mov.b32 mask, 0x000F000F;
+        mov.b32 magic, {magic};
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        lop3.b32 $0, a, mask, magic, 0xEA;
+        lop3.b32 $1, b, mask, magic, 0xEA;
+        fma.rn.{kind} $0, $0, one, $5;
+        fma.rn.{kind} $1, $1, one, $6;
+        shr.u32 a, a, 4;
+        shr.u32 b, b, 4;
+        lop3.b32 $2, a, mask, magic, 0xEA;
+        lop3.b32 $3, b, mask, magic, 0xEA;
+        fma.rn.{kind} $2, $2, one, $7;
+        fma.rn.{kind} $3, $3, one, $8;
+    }}""")
+
+
+_BF16 = _assembly("bf16x2", "0x3F803F80", "0x43004300")
+_FP16 = _assembly("f16x2", "0x3C003C00", "0x64006400")
+_OPERANDS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
+
+
+@triton.jit
+def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Returns q - zero of the low and of the high halves of w [..., n, k] uint8, in TYPE, bfloat16
+    or float16. zero_0, zero_1: [..., n, 1] float32, 0 to 15."""
+    if UPCAST:
+        low = ((w & 15).to(tl.float32) - zero_0).to(TYPE)
+        high = ((w >> 4).to(tl.float32) - zero_1).to(TYPE)
+    elif tl.bfloat16 == TYPE:
+        add_0 = tl.broadcast_to((-128.0 - zero_0).to(TYPE), w.shape)
+        add_1 = tl.broadcast_to((-128.0 - zero_1).to(TYPE), w.shape)
+        low, high = tl.inline_asm_elementwise(
+            _BF16, _OPERANDS, [w, add_0, add_1], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+    else:
+        add_0 = tl.broadcast_to((-1024.0 - zero_0).to(TYPE), w.shape)
+        add_1 = tl.broadcast_to((-1024.0 - zero_1).to(TYPE), w.shape)
+        low, high = tl.inline_asm_elementwise(
+            _FP16, _OPERANDS, [w, add_0, add_1], (tl.float16, tl.float16), True, 4
+        )
+    return low, high
+
+
+@triton.jit
+def read_scales(at, mask, IN_HALF: tl.constexpr):
+    """Returns the scales of the even and the odd group, float32, from addresses of words. IN_HALF:
+    they are float16, not bfloat16."""
+    TYPE: tl.constexpr = tl.float16 if IN_HALF else tl.bfloat16
+    word = tl.load(at, mask=mask, other=0)
+    even = (word & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True).to(tl.float32)
+    return even, (word >> 16).to(tl.uint16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def read_zeros(at, pair, mask):
+    """Returns the zero points of the even and the odd group of a pair, float32, from addresses of
+    the words of four pairs."""
+    word = tl.load(at, mask=mask, other=0) >> (pair % 4 * 8)
+    return (word & 15).to(tl.float32), ((word >> 4) & 15).to(tl.float32)
+
+
+@triton.jit
+def _write_out_kernel(
+    values_ptr,  # [N, PAIRS * GROUP]
+    scales_ptr,  # [PAIRS, N] int32
+    zeros_ptr,  # [words, N] int32
+    out_ptr,  # [N, K]
+    K: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    IN_HALF: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    PAIRS: tl.constexpr = (K + 2 * GROUP - 1) // (2 * GROUP)
+    start_dependents(OVERLAPPED)
+    names = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    pairs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
+    mask = (names < N) & (pairs < PAIRS)
+    places = tl.arange(0, GROUP)[None, None, :]
+    at = (names * PAIRS + pairs)[:, :, None] * GROUP + places
+    w = tl.load(values_ptr + at, mask=mask[:, :, None], other=0)
+    even, odd = read_scales(scales_ptr + pairs * N + names, mask, IN_HALF)
+    zero_0, zero_1 = tl.full(mask.shape, 8.0, tl.float32), tl.full(mask.shape, 8.0, tl.float32)
+    if HAS_ZEROS:
+        zero_0, zero_1 = read_zeros(zeros_ptr + pairs // 4 * N + names, pairs, mask)
+    # The magic numbers again, in float32.
+    low = ((w & 15).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    high = ((w >> 4).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    low = (low - zero_0[:, :, None]) * even[:, :, None]
+    high = (high - zero_1[:, :, None]) * odd[:, :, None]
+    column = pairs[:, :, None] * 2 * GROUP + places
+    out_at = out_ptr + names[:, :, None] * K + column
+    wait_for_inputs(OVERLAPPED)  # an earlier product may still read the memory that is written
+    live = (names < N)[:, :, None]
+    type = out_ptr.dtype.element_ty
+    tl.store(out_at, low.to(type), mask=live & (column < K))
+    tl.store(out_at + GROUP, high.to(type), mask=live & (column + GROUP < K))
+
+
+_launch = Launcher(_write_out_kernel, launch_pdl=OVERLAPS)
+_WRITE_N, _WRITE_COLUMNS = 16, 512
+
+
+def pointers(weight: Int4Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns values, scales and zero points as the kernels read them, the latter two as words."""
+    assert weight.values.is_contiguous()
+    assert weight.scales.is_contiguous()
+    scales = weight.scales.view(torch.int32)
+    return weight.values, scales, scales if weight.zeros is None else weight.zeros.view(torch.int32)
+
+
+def launch_write_out(weight: Int4Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values [N, K], rounded once to `dtype`; columns stay sorted by their groups."""
+    height, width = weight.shape
+    out = torch.empty((height, width), dtype=dtype, device=weight.device)
+    block_p = max(1, _WRITE_COLUMNS // (2 * weight.group_size))
+    pairs = weight.scales.shape[0]
+    _launch(
+        (-(-pairs // block_p), -(-height // _WRITE_N), 1),
+        (*pointers(weight), out),
+        (),
+        (
+            width,
+            height,
+            weight.group_size,
+            weight.zeros is not None,
+            weight.scales.dtype == torch.float16,
+            _WRITE_N,
+            block_p,
+            OVERLAPS,
+        ),
+        4,
+    )
+    return out

@@ -1,0 +1,127 @@
+"""The kernels of 4-bit rows compile without a device into the instructions that they are made for:
+copies that run ahead, unpacking by two halves a time, the tensor cores' narrow products."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kernels.backend import HAS_TRITON
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Triton on its next version's defaults
+]
+SHAPE = {"K": 4096, "N": 6144, "STRIDE_X": 4096, "HAS_BIAS": True, "UPCAST": False}
+FORM = {"GROUP": 128, "HAS_ZEROS": True, "IN_HALF": True}
+POINTERS = {"values_ptr": "*u8", "scales_ptr": "*i32", "zeros_ptr": "*i32", "planes_ptr": "*fp32"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("height", [6144, 28672])
+@pytest.mark.parametrize("form", [FORM, {"GROUP": 32, "HAS_ZEROS": False, "IN_HALF": False}])
+def test_few_rows_compile(dtype: str, form: dict[str, object], height: int) -> None:
+    ptx = few(dtype, form, height)
+    check(ptx, dtype)
+    starts, waits = (ptx.index(f"griddepcontrol.{half}") for half in ("launch_dependents", "wait"))
+    assert starts < waits < min(ptx.index("ld.global"), ptx.index("cp.async"))
+
+
+@pytest.mark.parametrize("lanes", [16, 32, 64])
+def test_more_rows_compile(lanes: int) -> None:
+    check(mid("bf16", FORM, lanes), "bf16")
+
+
+def test_a_wide_tile_has_the_wide_product() -> None:
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in mid(
+        "bf16", FORM, 64, is_wide=True
+    )
+
+
+def few(dtype: str, form: dict[str, object], height: int = 6144) -> str:
+    from kernels.triton_int4_few import WALKED, _int4_few_kernel, tile_for
+
+    group, tile = form["GROUP"], tile_for(height, on_hopper=True)
+    assert isinstance(group, int)
+    constants = (
+        SHAPE
+        | form
+        | {
+            "STRIDE_SORTED": 4096,
+            "HAS_LORA": True,
+            "STRIDE": 8,
+            "NUM_SLICES": 3,
+            "ROWS": 8,
+            "BLOCK_N": tile.block_n,
+            "PARTS": tile.num_warps * WALKED // group,
+            "BLOCK_K": 512 // tile.num_warps,
+            "SPLIT": tile.num_warps,
+            "STAGES": tile.stages,
+            "OVERLAPPED": True,
+        }
+    )
+    return compiled(_int4_few_kernel, dtype, constants | {"N": height}, tile.num_warps)
+
+
+def mid(dtype: str, form: dict[str, object], lanes: int, *, is_wide: bool = False) -> str:
+    from kernels.triton_int4_mid import _int4_mid_kernel, tile_for
+
+    tile, splits = replace(tile_for(lanes, on_hopper=True), is_wide=is_wide), 1
+    constants = (
+        SHAPE
+        | form
+        | {
+            "TILE": lanes,
+            "ROWS": tile.rows,
+            "WARPS": tile.num_warps,
+            "SPLITS": splits,
+            "PART": 16 // splits,
+            "STEP": min(int(str(form["GROUP"])), tile.step),
+            "WIDE": tile.is_wide,
+            "STAGES": tile.stages,
+            "OVERLAPPED": True,
+        }
+    )
+    return compiled(_int4_mid_kernel, dtype, constants, tile.num_warps)
+
+
+def check(ptx: str, dtype: str) -> None:
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    assert f"fma.rn.{kind}" in ptx
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype.replace('fp', 'f')}" in ptx
+    assert "cp.async.cg.shared.global" in ptx
+    assert "wgmma" not in ptx  # with its left side in registers ptxas compiles it wrongly
+    assert not re.search(r"cvt\.rn\.b?f16\.[us]8", ptx)  # no nibble is converted
+
+
+def compiled(kernel: object, dtype: str, constants: dict[str, object], num_warps: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_ptr"):
+            of_table = name in ("header_ptr", "units_ptr")
+            kind = "*i32" if of_table else "*i64" if name == "entries_ptr" else f"*{dtype}"
+            return POINTERS.get(name, kind)
+        return "i32"
+
+    names = kernel.arg_names  # type: ignore[attr-defined]
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr")
+    }
+    signature = {name: type_of(name) for name in names}
+    source = ASTSource(kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", 90, 32)
+    built = triton.compile(source, target=target, options={"num_warps": num_warps})
+    return str(built.asm["ptx"])

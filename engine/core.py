@@ -18,12 +18,13 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.activation import activated, by_adapter
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
+from engine.drafts import Drafter
 from engine.errors import (
     AdapterInUseError,
     EngineDeadError,
@@ -34,13 +35,14 @@ from engine.grammars import Grammars
 from engine.kv_layout import num_uncommitted
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
-from engine.step_cost import LongestSteps, StepCost
+from engine.speculation import Speculation
+from engine.step_cost import StepCost
 from engine.step_parts import run_in_parts
-from engine.step_shares import charge_step
+from engine.step_times import Step, StepTimes
+from engine.suffix_drafter import SuffixDrafter
 from engine.types import (
     NO_MEMORY,
     EngineLoad,
-    LaunchedStep,
     Request,
     Resident,
     Runner,
@@ -65,8 +67,10 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | str = "the engine was opened without grammars",
+        drafter: Drafter | None = None,
     ) -> None:
-        """`grammars`: of this base, or the reason why it has none."""
+        """`grammars`: of this base, or the reason why it has none. `drafter`: of an engine that
+        speculates; None: drafts come from earlier text."""
         model = runner.model_config
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
@@ -93,6 +97,12 @@ class Engine:
             can_share=config.enable_prefix_caching,
         )
         self._cost = StepCost()
+        speculation = None
+        if config.speculation != "off":
+            drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
+            eos_ids, max_len = model.eos_token_ids, runner.max_model_len
+            speculation = Speculation(config, drafter, self._cost, eos_ids, max_len)
+        self._times = StepTimes(self._cost, speculation)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
@@ -103,11 +113,10 @@ class Engine:
             clock,
             self._cost,
             self._grammars,
+            speculation,
         )
         self._no_grammars = grammars if isinstance(grammars, str) else None
         self._clock = clock
-        self._longest = LongestSteps()
-        self.usual_step_s = math.inf  # longest recent step like those in flight
         self._warned_s = -math.inf
         self._marked_s = 0.0  # when the newest step was launched or collected
         self._leaving: set[str] = set()  # adapters that take no new requests
@@ -115,7 +124,12 @@ class Engine:
         self._num_steps = 0
         self.num_missed_wakeups = 0  # counted by the loop: it slept while requests could run
         self.is_stuck = False  # all requests wait for an outside event: a step would not help
-        self._in_flight = _Step(_EMPTY)
+        self._in_flight = Step(_EMPTY)
+
+    @property
+    def usual_step_s(self) -> float:
+        """The longest recent step like those in flight."""
+        return self._times.usual_step_s
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +178,7 @@ class Engine:
             batch = self.scheduler.schedule()
         step = self._launch(by_adapter(batch), began_s)
         outputs = self._collect(self._in_flight)
-        self._in_flight = _Step(_EMPTY)
+        self._in_flight = Step(_EMPTY)
         self._draw(step)
         if self._runs_ahead and step.launched is not None:
             self._in_flight = step
@@ -262,15 +276,11 @@ class Engine:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(f"adapter {digest} is not loaded")
 
-    def _launch(self, batch: ScheduledBatch, began_s: float) -> _Step:
+    def _launch(self, batch: ScheduledBatch, began_s: float) -> Step:
         if not batch.sequences:
-            return _Step(batch)
+            return Step(batch)
         self._num_steps += 1
-        step = _Step(batch, num_decoding=batch.num_decoding)
-        step.num_prompt = batch.num_tokens - step.num_decoding
-        step.usual_s = self._longest.expect(step.num_prompt)
-        step.expected_s = self._cost.seconds(step.num_prompt, step.num_decoding)
-        self.usual_step_s = max(step.usual_s, self._in_flight.usual_s)
+        step = self._times.begin(batch, self._in_flight)
         try:
             step.launched = self._runner.launch(batch)
         except EngineDeadError:
@@ -287,7 +297,7 @@ class Engine:
             step.lacks_memory = True
         return step
 
-    def _draw(self, step: _Step) -> None:
+    def _draw(self, step: Step) -> None:
         """Draws the tokens that need those which were committed just now. A draw that fails gives
         no token: a step without memory is repeated in parts, and any other error ends its
         requests."""
@@ -306,7 +316,7 @@ class Engine:
         self._runner.free_cache()
         step.lacks_memory = True
 
-    def _collect(self, step: _Step) -> list[TokenOutput]:
+    def _collect(self, step: Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()
         try:
             if step.error is not None:
@@ -317,7 +327,7 @@ class Engine:
                 began_s = self._clock()
                 samples = step.launched.collect()
                 self._marked_s = self._clock()
-                self._observe_cost(step, self._marked_s - began_s)
+                self._times.observe(step, self._marked_s - began_s)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -330,7 +340,7 @@ class Engine:
             return self.scheduler.commit(step.batch, samples)
         return self._collect_again(step)
 
-    def _collect_again(self, step: _Step) -> list[TokenOutput]:
+    def _collect_again(self, step: Step) -> list[TokenOutput]:
         """Collects a step once more after it ran out of memory. Its tokens are drawn and the next
         step may build on them, so running it in parts could draw others. If memory is still short,
         its requests end here and can continue on another engine."""
@@ -353,7 +363,7 @@ class Engine:
             logger.warning(
                 "a step of %d tokens ran out of memory; repeating it in parts", batch.num_tokens
             )
-        items = tuple(item for item in batch.sequences if item.sequence.block_table)
+        items = tuple(s.without_draft() for s in batch.sequences if s.sequence.block_table)
         samples = run_in_parts(self._runner, ScheduledBatch(items))
         self._marked_s = self._clock()
         pairs = list(zip(items, samples, strict=True))
@@ -364,28 +374,6 @@ class Engine:
         outputs = self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
         done = ScheduledBatch(tuple(item for item, _ in found))
         return outputs + self.scheduler.commit(done, [sample for _, sample in found])
-
-    def _observe_cost(self, step: _Step, waited_s: float) -> None:
-        """Records and charges the step's duration: its launch, and the wait for it after the next
-        step's launch. Do not time from the previous collect: it happens after this launch, which
-        may keep the host busy longer than the device, so that prompts would look free."""
-        seconds = step.launch_s + waited_s
-        charge_step(step.batch, seconds)
-        self._cost.observe(step.num_prompt, step.num_decoding, seconds)
-        self._longest.observe(step.num_prompt, seconds)
-
-
-@dataclass(slots=True)
-class _Step:
-    batch: ScheduledBatch
-    launched: LaunchedStep | None = None
-    error: Exception | None = None  # of its launch
-    lacks_memory: bool = False  # its launch ran out of memory
-    launch_s: float = 0.0  # host time of its launch
-    num_prompt: int = 0  # tokens
-    num_decoding: int = 0  # sequences
-    usual_s: float = 0.0  # as `Engine.usual_step_s`
-    expected_s: float = 0.0  # by its cost
 
 
 def _as_int64(seed: int) -> int:

@@ -54,3 +54,10 @@ class EngineConfig:
     kernel_cache_dir: str | None = None
     seed: int = 0  # source of the seeds of requests without one
     num_threads: int | None = None  # CPU: torch threads; None: the usable cores
+
+    @property
+    def max_draws(self) -> int:
+        """The most tokens that a step draws: one for each sequence and each token of a draft."""
+        if self.speculation == "off":
+            return self.max_num_seqs
+        return max(self.max_num_seqs, 1 + self.num_speculative_tokens)

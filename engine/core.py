@@ -3,7 +3,8 @@
 A runner that runs ahead receives step n+1 before step n is collected: the host's work between two
 steps is hidden behind the device's, and an ended sequence costs one row of one step. Rows of step
 n+1 that need the newest token (a grammar, penalties) are drawn after the commit of step n, which
-follows the launch.
+follows the launch. A step with drafts is planned after the commit of step n: drafts follow the
+newest tokens.
 
 A bad request fails alone: a request is checked before it is admitted, and if the runner raises, the
 requests of that batch end with an error and the engine continues. A step that runs out of memory is
@@ -97,12 +98,12 @@ class Engine:
             can_share=config.enable_prefix_caching,
         )
         self._cost = StepCost()
-        speculation = None
+        self._speculation: Speculation | None = None
         if config.speculation != "off":
             drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
             eos_ids, max_len = model.eos_token_ids, runner.max_model_len
-            speculation = Speculation(config, drafter, self._cost, eos_ids, max_len)
-        self._times = StepTimes(self._cost, speculation)
+            self._speculation = Speculation(config, drafter, self._cost, eos_ids, max_len)
+        self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
@@ -113,7 +114,7 @@ class Engine:
             clock,
             self._cost,
             self._grammars,
-            speculation,
+            self._speculation,
         )
         self._no_grammars = grammars if isinstance(grammars, str) else None
         self._clock = clock
@@ -167,6 +168,10 @@ class Engine:
         # Work between two steps is charged to the next step, unless the engine was idle.
         is_busy = bool(self._in_flight.batch.sequences)
         began_s = self._marked_s if is_busy else self._clock()
+        outputs: list[TokenOutput] = []
+        if is_busy and self._drafts_next():
+            outputs = self._collect_in_flight()
+            began_s = self._marked_s
         batch = self.scheduler.schedule()
         if self._adapters.has_pending_copies() and not (batch.sequences or is_busy):
             self._adapters.wait_pending()  # nothing else to do
@@ -177,8 +182,8 @@ class Engine:
             began_s = self._clock()
             batch = self.scheduler.schedule()
         step = self._launch(by_adapter(batch), began_s)
-        outputs = self._collect(self._in_flight)
-        self._in_flight = Step(_EMPTY)
+        step.follows_at_once = bool(self._in_flight.batch.sequences)
+        outputs += self._collect_in_flight()
         self._draw(step)
         if self._runs_ahead and step.launched is not None:
             self._in_flight = step
@@ -315,6 +320,18 @@ class Engine:
                 return
         self._runner.free_cache()
         step.lacks_memory = True
+
+    def _drafts_next(self) -> bool:
+        """Returns True if the step in flight has to be committed before the next one is planned:
+        drafts follow the newest tokens."""
+        if self._speculation is None:
+            return False
+        had_drafts = self._in_flight.num_drafted > 0
+        return self._speculation.needs_newest(self.scheduler.running) or had_drafts
+
+    def _collect_in_flight(self) -> list[TokenOutput]:
+        step, self._in_flight = self._in_flight, Step(_EMPTY)
+        return self._collect(step)
 
     def _collect(self, step: Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()

@@ -128,6 +128,11 @@ class DraftGate:
         else:
             mean.add(num_sequences, num_drafted, seconds, self._step)
 
+    def is_stale(self, num_sequences: int) -> bool:
+        """Returns True if a step without drafts has to be measured."""
+        plain = self._means.get((num_sequences.bit_length(), 0))
+        return plain is None or self._step - plain.last_step > _STALE
+
     def choose(
         self, num_sequences: int, survivals: Sequence[Sequence[float]], row_s: float
     ) -> list[int]:
@@ -135,9 +140,8 @@ class DraftGate:
         tokens. `row_s`: the seconds that one more row adds to a step, as long as none like it was
         measured."""
         counts = [0] * len(survivals)
-        plain = self._means.get((num_sequences.bit_length(), 0))
-        if plain is None or self._step - plain.last_step > _STALE:
-            return counts  # this step is measured
+        if self.is_stale(num_sequences):
+            return counts
         plain_s = self._seconds(num_sequences, 0, row_s)
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
         best = sorted(

@@ -129,9 +129,10 @@ class GrammarState:
     def after(self, token_ids: Sequence[int]) -> GrammarState:
         """Returns the state after these tokens, all of them allowed; this one stays as it is."""
         assert self._matcher is not None
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(token_ids))
         state = GrammarState(None, None, self._stop_token_ids)
-        state.open(self._matcher.deep_copy())
-        state._matcher.consume_tokens(list(token_ids))
+        state.open(matcher)
         return state
 
     @property

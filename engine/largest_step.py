@@ -24,6 +24,7 @@ def step_limits(
     """`num_tables`: the block tables of a sequence, one per group of layers."""
     return StepLimits(
         config.max_num_seqs,
+        config.max_draws,
         max_model_len,
         config.block_size,
         HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),

@@ -27,14 +27,18 @@ class Step:
     num_prompt: int = 0  # tokens
     num_decoding: int = 0  # sequences
     num_drafted: int = 0  # tokens of drafts
+    follows_at_once: bool = False  # launched while the step before was in flight
     usual_s: float = 0.0  # as `StepTimes.usual_step_s`
     expected_s: float = 0.0  # by its cost
 
 
 class StepTimes:
-    def __init__(self, cost: StepCost, speculation: Speculation | None) -> None:
+    def __init__(
+        self, cost: StepCost, speculation: Speculation | None, *, runs_ahead: bool
+    ) -> None:
         self._cost = cost
         self._speculation = speculation
+        self._runs_ahead = runs_ahead
         self._longest = LongestSteps()
         self.usual_step_s = math.inf  # longest recent step like those in flight
 
@@ -62,5 +66,7 @@ class StepTimes:
         self._longest.observe(step.num_prompt + step.num_drafted, seconds)
         if not step.num_drafted:
             self._cost.observe(step.num_prompt, step.num_decoding, seconds)
-        if self._speculation is not None and not step.num_prompt:
+        # Where steps run ahead, one without drafts would not have waited for the step before.
+        is_usual = step.num_drafted or step.follows_at_once or not self._runs_ahead
+        if self._speculation is not None and not step.num_prompt and is_usual:
             self._speculation.observe_step(step.num_decoding, step.num_drafted, seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types import Speculation
+from engine.types import SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EngineConfig:
     # Tokens that a grammar leaves no choice about are not drawn: same tokens, fewer steps
     force_grammar_tokens: bool = True
     # Drafts of requests that do not choose; "off": of none. See `engine.speculation`.
-    speculation: Speculation = "off"
+    speculation: SpeculationMode = "off"
     num_speculative_tokens: int = 8  # of a sequence's draft, at most
     suffix_cache_bytes: int = 64 * 1024 * 1024  # host memory of the text that drafts come from
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
@@ -54,10 +54,3 @@ class EngineConfig:
     kernel_cache_dir: str | None = None
     seed: int = 0  # source of the seeds of requests without one
     num_threads: int | None = None  # CPU: torch threads; None: the usable cores
-
-    @property
-    def max_draws(self) -> int:
-        """The most tokens that a step draws: one for each sequence and each token of a draft."""
-        if self.speculation == "off":
-            return self.max_num_seqs
-        return max(self.max_num_seqs, 1 + self.num_speculative_tokens)

@@ -101,8 +101,8 @@ class Engine:
         self._speculation: Speculation | None = None
         if config.speculation != "off":
             drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
-            eos_ids, max_len = model.eos_token_ids, runner.max_model_len
-            self._speculation = Speculation(config, drafter, self._cost, eos_ids, max_len)
+            eos_ids, draws, max_len = model.eos_token_ids, runner.max_draws, runner.max_model_len
+            self._speculation = Speculation(config, drafter, self._cost, draws, eos_ids, max_len)
         self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(

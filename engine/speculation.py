@@ -14,9 +14,8 @@ from engine.config import EngineConfig
 from engine.draft_gate import Acceptances, DraftGate, OwnAcceptance
 from engine.drafts import Draft, Drafter
 from engine.step_cost import StepCost
-from engine.types import EngineLoad, ScheduledSequence
+from engine.types import EngineLoad, ScheduledSequence, SpeculationMode
 from engine.types import Sequence as Choice
-from engine.types import Speculation as Mode
 
 # Steps that run ahead while the gate is closed, for one that does not: 0.4 ms of 16 steps.
 _TRIED_EVERY = 16
@@ -36,14 +35,15 @@ class Speculation:
         config: EngineConfig,
         drafter: Drafter,
         cost: StepCost,
+        max_draws: int,
         eos_token_ids: Collection[int],
         max_model_len: int,
     ) -> None:
         self._drafter = drafter
-        self._mode: Mode = config.speculation
+        self._mode: SpeculationMode = config.speculation
         self._cost = cost
         self._most = config.num_speculative_tokens
-        self._max_draws = config.max_draws
+        self._max_draws = max_draws
         self._max_step_tokens = config.max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
@@ -134,7 +134,7 @@ class Speculation:
             accepted_per_position=tuple(self._accepted),
         )
 
-    def _mode_of(self, sequence: Choice) -> Mode:
+    def _mode_of(self, sequence: Choice) -> SpeculationMode:
         return sequence.request.params.speculation or self._mode
 
     def _guess(self, part: ScheduledSequence) -> Draft | None:

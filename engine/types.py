@@ -31,7 +31,7 @@ PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
 
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 # Of drafts: none, as long as they match, or only where they are expected to save time.
-Speculation = Literal["off", "suffix", "auto"]
+SpeculationMode = Literal["off", "suffix", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     # None: as the engine's configuration says. It changes no token, only the number of steps.
-    speculation: Speculation | None = None
+    speculation: SpeculationMode | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -354,6 +354,7 @@ class Runner(Protocol):
     kv_layout: KVLayout
     max_model_len: int
     runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
+    max_draws: int  # tokens drawn in a step, at most: of sequences and of drafts
 
     @property
     def model_config(self) -> ModelFacts: ...

@@ -177,7 +177,7 @@ def resumed_at_random(draw: random.Random, request: Request, model: FakeModel) -
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_drafter_changes_a_token_or_keeps_a_block(script: Script, seed: int) -> None:
-    """In few blocks, so that sequences are preempted, with requests that leave in the middle."""
+    """The blocks are few, so that sequences are preempted, and requests leave in the middle."""
     draw = random.Random(seed)
     block_size, max_len = draw.choice((1, 2, 4)), 48
     layout = kv_layout(WINDOWS[seed % len(WINDOWS)], block_size, max_len)

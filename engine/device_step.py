@@ -227,7 +227,7 @@ class DeviceSteps:
             return self._launch(batch)
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
-        parts = tuple(row for part in batch.sequences for row in part.rows)
+        parts = batch.rows
         size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
         prompts = None
         if size is not None:

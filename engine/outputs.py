@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine.stopping import Ending, ending
-from engine.types import Sample, ScheduledSequence, Sequence, TokenOutput
+from engine.types import Sample, ScheduledSequence, Sequence, TokenLogprobs, TokenOutput
 
 
 def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
@@ -85,11 +85,7 @@ def token_output(
         sequence.choice,
         offset,
         token_ids,
-        logprobs=tuple(
-            draw.logprobs
-            for draw, _ in zip(draws, token_ids, strict=False)
-            if draw.logprobs is not None
-        ),
+        logprobs=() if sequence.request.params.logprobs is None else _logprobs(draws, token_ids),
         prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
         finish_reason=end.reason if end else None,
         stop_token_id=end.stop_token_id if end else None,
@@ -97,6 +93,11 @@ def token_output(
         queued_s=queued_s,
         engine_s=engine_s,
     )
+
+
+def _logprobs(draws: Iterable[Sample], token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    pairs = zip(draws, token_ids, strict=False)
+    return tuple(draw.logprobs for draw, _ in pairs if draw.logprobs is not None)
 
 
 def final_output(sequence: Sequence, end: Ending, error: str | None) -> TokenOutput:

@@ -41,7 +41,7 @@ class ReferenceSteps:
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
         inputs = build_inputs(batch, self._kv.block_size, self._kv.k[0].device, self._pool)
         hidden = self._model.forward(inputs, self._kv, self._pool)
-        rows = [row for part in batch.sequences for row in part.rows]
+        rows = batch.rows
         answers: list[Sample] = []
         if rows:
             logits = self._model.logits(hidden[: len(rows)], inputs, 0, self._pool)

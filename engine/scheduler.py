@@ -319,8 +319,9 @@ class Scheduler:
         if not sample.is_finite:
             self._leave(sequence, Ending("error"), NOT_FINITE)
             return None
-        end = item.known_end
-        self._tables.commit(item.without_draft())
+        known = item.without_draft() if item.draft else item
+        end = known.end
+        self._tables.commit(known)
         sequence.num_computed_tokens = end
         if end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
@@ -332,7 +333,9 @@ class Scheduler:
         if item.samples and end == len(sequence.token_ids):
             sequence.num_tokens_in_flight -= 1
             if sample.token_id is not None:
-                return self._commit_draws(item, kept_draws(item, sample))
+                return self._commit_draws(
+                    item, kept_draws(item, sample) if item.draft else (sample,)
+                )
         return None
 
     def _commit_draws(self, item: ScheduledSequence, draws: ListLike[Sample]) -> TokenOutput | None:

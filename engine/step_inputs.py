@@ -200,7 +200,7 @@ class StepInputs:
         buffers, block_size = self._buffers, self._limits.block_size
         query_start = write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
         counts = write_attention(buffers, parts, len(parts), self._limits.heads)
-        sampling = tuple(row for part in parts for row in part.rows)
+        sampling = batch.rows
         write_sampling(buffers, sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows

@@ -44,7 +44,8 @@ class StepTimes:
 
     def begin(self, batch: ScheduledBatch, in_flight: Step) -> Step:
         """`in_flight`: the step before, if it is not collected yet."""
-        num_decoding, num_drafted = batch.num_decoding, batch.num_draft_tokens
+        num_decoding = batch.num_decoding
+        num_drafted = 0 if self._speculation is None else batch.num_draft_tokens
         num_prompt = batch.num_tokens - num_decoding - num_drafted
         step = Step(
             batch,

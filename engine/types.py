@@ -283,8 +283,7 @@ class ScheduledSequence:
     def rows(self) -> tuple[ScheduledSequence, ...]:
         """One part for each draw of this one, in order: that draw's position is its `end`, and its
         draft the tokens before it that are guessed."""
-        if not self.draft:
-            return (self,) if self.samples else ()
+        assert self.samples
         sequence, start, end = self.sequence, self.start, self.known_end
         return tuple(
             ScheduledSequence(sequence, start, end + count, True, self.draft[:count])
@@ -308,11 +307,22 @@ class ScheduledBatch:
     @property
     def num_decoding(self) -> int:
         """The number of sequences that compute one token, beside a draft, and sample the next."""
-        return sum(s.samples and s.known_end - s.start == 1 for s in self.sequences)
+        return sum(
+            s.samples and (s.end - s.start == 1 or s.known_end - s.start == 1)
+            for s in self.sequences
+        )
 
     @property
     def num_draft_tokens(self) -> int:
         return sum(len(s.draft) for s in self.sequences)
+
+    @property
+    def rows(self) -> tuple[ScheduledSequence, ...]:
+        """One part for each draw, as `ScheduledSequence.rows`."""
+        drawn = tuple(s for s in self.sequences if s.samples)
+        if not any(s.draft for s in drawn):
+            return drawn
+        return tuple(row for s in drawn for row in s.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from itertools import islice
 from engine.types import AdapterStore, Sequence, key_digests
 
 _PREFETCHED = 64  # waiting sequences whose adapters are considered, once per step
+_COPY_STEPS = 2  # steps that an adapter's copy to the device takes at most
+_NEWEST = 0.1  # share of the newest wait in the mean
 
 
 class AdapterGate:
@@ -27,6 +29,7 @@ class AdapterGate:
         self._refused: set[str] = set()  # keys, in this walk
         self._passed_over: list[Sequence] = []  # in this walk
         self._is_barrier_up = False
+        self.room_s = 0.0  # mean recent wait for room for an adapter
 
     @property
     def num_passed_over(self) -> int:
@@ -77,7 +80,10 @@ class AdapterGate:
         self._adapters.prefetch([digest for digest in digests if self._adapters.has(digest)])
 
     def note_admitted(self, sequence: Sequence) -> None:
-        sequence.num_overtaken = 0
+        # Copies of adapters that had room take one or two steps, and are no wait for room.
+        if sequence.num_refusals > _COPY_STEPS:
+            self.room_s += _NEWEST * (sequence.queued_s - self.room_s)
+        sequence.num_refusals = sequence.num_overtaken = 0
         if sequence.request.adapter is None:
             return
         for older in self._passed_over:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.types import SpeculationMode
+
 QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
 
 
@@ -35,6 +37,10 @@ class EngineConfig:
     async_scheduling: bool | None = None  # plan a step while the last one runs; None: on CUDA
     # Tokens that a grammar leaves no choice about are not drawn: same tokens, fewer steps
     force_grammar_tokens: bool = True
+    # Drafts of requests that do not choose; "off": of none. See `engine.speculation`.
+    speculation: SpeculationMode = "off"
+    num_speculative_tokens: int = 8  # of a sequence's draft, at most
+    suffix_cache_bytes: int = 64 * 1024 * 1024  # host memory of the text that drafts come from
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
     piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of the rest on CUDA

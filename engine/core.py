@@ -3,7 +3,8 @@
 A runner that runs ahead receives step n+1 before step n is collected: the host's work between two
 steps is hidden behind the device's, and an ended sequence costs one row of one step. Rows of step
 n+1 that need the newest token (a grammar, penalties) are drawn after the commit of step n, which
-follows the launch.
+follows the launch. A step with drafts is planned after the commit of step n: drafts follow the
+newest tokens.
 
 A bad request fails alone: a request is checked before it is admitted, and if the runner raises, the
 requests of that batch end with an error and the engine continues. A step that runs out of memory is
@@ -18,12 +19,13 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.activation import activated, by_adapter
 from engine.admission import EngineLimits, check_request
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
+from engine.drafts import Drafter
 from engine.errors import (
     AdapterInUseError,
     EngineDeadError,
@@ -34,13 +36,14 @@ from engine.grammars import Grammars
 from engine.kv_layout import num_uncommitted
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
-from engine.step_cost import LongestSteps, StepCost
+from engine.speculation import Speculation
+from engine.step_cost import StepCost
 from engine.step_parts import run_in_parts
-from engine.step_shares import charge_step
+from engine.step_times import Step, StepTimes
+from engine.suffix_drafter import SuffixDrafter
 from engine.types import (
     NO_MEMORY,
     EngineLoad,
-    LaunchedStep,
     Request,
     Resident,
     Runner,
@@ -65,8 +68,10 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | str = "the engine was opened without grammars",
+        drafter: Drafter | None = None,
     ) -> None:
-        """`grammars`: of this base, or the reason why it has none."""
+        """`grammars`: of this base, or the reason why it has none. `drafter`: of an engine that
+        speculates; None: drafts come from earlier text."""
         model = runner.model_config
         if config.max_num_batched_tokens < 1 or config.max_num_seqs < 1:
             raise ValueError("max_num_batched_tokens and max_num_seqs must be 1 or more")
@@ -93,6 +98,12 @@ class Engine:
             can_share=config.enable_prefix_caching,
         )
         self._cost = StepCost()
+        self._speculation: Speculation | None = None
+        if config.speculation != "off":
+            drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
+            eos_ids, draws, max_len = model.eos_token_ids, runner.max_draws, runner.max_model_len
+            self._speculation = Speculation(config, drafter, self._cost, draws, eos_ids, max_len)
+        self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
@@ -103,11 +114,10 @@ class Engine:
             clock,
             self._cost,
             self._grammars,
+            self._speculation,
         )
         self._no_grammars = grammars if isinstance(grammars, str) else None
         self._clock = clock
-        self._longest = LongestSteps()
-        self.usual_step_s = math.inf  # longest recent step like those in flight
         self._warned_s = -math.inf
         self._marked_s = 0.0  # when the newest step was launched or collected
         self._leaving: set[str] = set()  # adapters that take no new requests
@@ -115,7 +125,12 @@ class Engine:
         self._num_steps = 0
         self.num_missed_wakeups = 0  # counted by the loop: it slept while requests could run
         self.is_stuck = False  # all requests wait for an outside event: a step would not help
-        self._in_flight = _Step(_EMPTY)
+        self._in_flight = Step(_EMPTY)
+
+    @property
+    def usual_step_s(self) -> float:
+        """The longest recent step like those in flight."""
+        return self._times.usual_step_s
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +168,10 @@ class Engine:
         # Work between two steps is charged to the next step, unless the engine was idle.
         is_busy = bool(self._in_flight.batch.sequences)
         began_s = self._marked_s if is_busy else self._clock()
+        outputs: list[TokenOutput] = []
+        if is_busy and self._drafts_next():
+            outputs = self._collect_in_flight()
+            began_s = self._marked_s
         batch = self.scheduler.schedule()
         if self._adapters.has_pending_copies() and not (batch.sequences or is_busy):
             self._adapters.wait_pending()  # nothing else to do
@@ -163,8 +182,8 @@ class Engine:
             began_s = self._clock()
             batch = self.scheduler.schedule()
         step = self._launch(by_adapter(batch), began_s)
-        outputs = self._collect(self._in_flight)
-        self._in_flight = _Step(_EMPTY)
+        step.follows_at_once = bool(self._in_flight.batch.sequences)
+        outputs += self._collect_in_flight()
         self._draw(step)
         if self._runs_ahead and step.launched is not None:
             self._in_flight = step
@@ -262,15 +281,11 @@ class Engine:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(f"adapter {digest} is not loaded")
 
-    def _launch(self, batch: ScheduledBatch, began_s: float) -> _Step:
+    def _launch(self, batch: ScheduledBatch, began_s: float) -> Step:
         if not batch.sequences:
-            return _Step(batch)
+            return Step(batch)
         self._num_steps += 1
-        step = _Step(batch, num_decoding=batch.num_decoding)
-        step.num_prompt = batch.num_tokens - step.num_decoding
-        step.usual_s = self._longest.expect(step.num_prompt)
-        step.expected_s = self._cost.seconds(step.num_prompt, step.num_decoding)
-        self.usual_step_s = max(step.usual_s, self._in_flight.usual_s)
+        step = self._times.begin(batch, self._in_flight)
         try:
             step.launched = self._runner.launch(batch)
         except EngineDeadError:
@@ -287,7 +302,7 @@ class Engine:
             step.lacks_memory = True
         return step
 
-    def _draw(self, step: _Step) -> None:
+    def _draw(self, step: Step) -> None:
         """Draws the tokens that need those which were committed just now. A draw that fails gives
         no token: a step without memory is repeated in parts, and any other error ends its
         requests."""
@@ -306,7 +321,19 @@ class Engine:
         self._runner.free_cache()
         step.lacks_memory = True
 
-    def _collect(self, step: _Step) -> list[TokenOutput]:
+    def _drafts_next(self) -> bool:
+        """Returns True if the step in flight has to be committed before the next one is planned:
+        drafts follow the newest tokens."""
+        if self._speculation is None:
+            return False
+        had_drafts = self._in_flight.num_drafted > 0
+        return self._speculation.needs_newest(self.scheduler.running) or had_drafts
+
+    def _collect_in_flight(self) -> list[TokenOutput]:
+        step, self._in_flight = self._in_flight, Step(_EMPTY)
+        return self._collect(step)
+
+    def _collect(self, step: Step) -> list[TokenOutput]:
         samples: tuple[Sample, ...] = ()
         try:
             if step.error is not None:
@@ -317,7 +344,7 @@ class Engine:
                 began_s = self._clock()
                 samples = step.launched.collect()
                 self._marked_s = self._clock()
-                self._observe_cost(step, self._marked_s - began_s)
+                self._times.observe(step, self._marked_s - began_s)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -330,7 +357,7 @@ class Engine:
             return self.scheduler.commit(step.batch, samples)
         return self._collect_again(step)
 
-    def _collect_again(self, step: _Step) -> list[TokenOutput]:
+    def _collect_again(self, step: Step) -> list[TokenOutput]:
         """Collects a step once more after it ran out of memory. Its tokens are drawn and the next
         step may build on them, so running it in parts could draw others. If memory is still short,
         its requests end here and can continue on another engine."""
@@ -353,7 +380,7 @@ class Engine:
             logger.warning(
                 "a step of %d tokens ran out of memory; repeating it in parts", batch.num_tokens
             )
-        items = tuple(item for item in batch.sequences if item.sequence.block_table)
+        items = tuple(s.without_draft() for s in batch.sequences if s.sequence.block_table)
         samples = run_in_parts(self._runner, ScheduledBatch(items))
         self._marked_s = self._clock()
         pairs = list(zip(items, samples, strict=True))
@@ -364,28 +391,6 @@ class Engine:
         outputs = self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
         done = ScheduledBatch(tuple(item for item, _ in found))
         return outputs + self.scheduler.commit(done, [sample for _, sample in found])
-
-    def _observe_cost(self, step: _Step, waited_s: float) -> None:
-        """Records and charges the step's duration: its launch, and the wait for it after the next
-        step's launch. Do not time from the previous collect: it happens after this launch, which
-        may keep the host busy longer than the device, so that prompts would look free."""
-        seconds = step.launch_s + waited_s
-        charge_step(step.batch, seconds)
-        self._cost.observe(step.num_prompt, step.num_decoding, seconds)
-        self._longest.observe(step.num_prompt, seconds)
-
-
-@dataclass(slots=True)
-class _Step:
-    batch: ScheduledBatch
-    launched: LaunchedStep | None = None
-    error: Exception | None = None  # of its launch
-    lacks_memory: bool = False  # its launch ran out of memory
-    launch_s: float = 0.0  # host time of its launch
-    num_prompt: int = 0  # tokens
-    num_decoding: int = 0  # sequences
-    usual_s: float = 0.0  # as `Engine.usual_step_s`
-    expected_s: float = 0.0  # by its cost
 
 
 def _as_int64(seed: int) -> int:

@@ -29,7 +29,7 @@ from engine.masks import Masks
 from engine.model import Model
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import with_prompt_logprobs
-from engine.sampler import change_logits_, changes_logits, draws_late, upload
+from engine.sampler import by_sequence, change_logits_, changes_logits, draws_late, upload
 from engine.step_inputs import StepInputs, StepLimits, is_decode
 from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from engine.types import Sequence as Choice
@@ -106,7 +106,7 @@ class DeviceStep:
             return
         for part in undrawn.parts:
             sequence = part.sequence  # without blocks it has ended, and its draw is discarded
-            is_known = part.end <= len(sequence.token_ids) or not sequence.block_table
+            is_known = part.known_end <= len(sequence.token_ids) or not sequence.block_table
             assert is_known, "a step is drawn before the step before is committed"
         with device_faults(), torch.inference_mode():
             self.drawn = self.steps.draw(undrawn)
@@ -141,16 +141,16 @@ class DeviceSteps:
         self._has_lora = pool.num_blocks > 0
         self._eos_token_ids = eos_token_ids
         device = kv.k[0].device
-        self._drawn = torch.zeros(limits.max_seqs, dtype=torch.int32, device=device)
+        self._drawn = torch.zeros(limits.max_draws, dtype=torch.int32, device=device)
         self._is_cuda = device.type == "cuda"
         self._host_drawn = [
-            torch.zeros(limits.max_seqs, dtype=torch.int32, pin_memory=self._is_cuda)
+            torch.zeros(limits.max_draws, dtype=torch.int32, pin_memory=self._is_cuda)
             for _ in range(2)
         ]
         self._turn = 0
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
-        self._masks = Masks(limits.max_seqs, model.config.vocab_size, device)
+        self._masks = Masks(limits.max_draws, model.config.vocab_size, device)
         scratch = attention_scratch(limits.max_seqs, limits.heads, device)
         self._decode = StepInputs(
             limits.max_seqs, limits, pool, scratch, self._drawn, is_decode=True
@@ -227,7 +227,7 @@ class DeviceSteps:
             return self._launch(batch)
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
-        parts = tuple(part for part in batch.sequences if part.samples)
+        parts = batch.rows
         size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
         prompts = None
         if size is not None:
@@ -274,18 +274,11 @@ class DeviceSteps:
     ) -> tuple[Sample, ...]:
         token_ids: list[int] = drawn.token_ids.tolist()
         logprobs = drawn.logprobs.read(token_ids) if drawn.logprobs else {}
-        samples: list[Sample] = []
-        row = 0
-        for part in batch.sequences:
-            if not part.samples:
-                samples.append(Sample(None))
-                continue
-            token_id = token_ids[row]
-            if token_id < 0:
-                samples.append(Sample(None, is_finite=False))
-            else:
-                samples.append(Sample(token_id, logprobs.get(row)))
-            row += 1
+        answers = [
+            Sample(token_id, logprobs.get(row)) if token_id >= 0 else Sample(None, is_finite=False)
+            for row, token_id in enumerate(token_ids)
+        ]
+        samples = by_sequence(batch, answers)
         if prompts is None:
             return tuple(samples)
         inputs, hidden = prompts.inputs, prompts.hidden

@@ -116,6 +116,25 @@ class GrammarState:
             forced += tokens
         return forced
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of these tokens, which may come next, the grammar allows. While the
+        output is free these are the tokens before the one that ends the freedom."""
+        if self._starts_after is not None:
+            ids = list(token_ids)
+            return ids.index(self._starts_after) if self._starts_after in ids else len(ids)
+        matcher = self._matcher
+        assert matcher is not None
+        return 0 if matcher.is_error() else matcher.validate_tokens(list(token_ids))
+
+    def after(self, token_ids: Sequence[int]) -> GrammarState:
+        """Returns the state after these tokens, all of them allowed; this one stays as it is."""
+        assert self._matcher is not None
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(token_ids))
+        state = GrammarState(None, None, self._stop_token_ids)
+        state.open(matcher)
+        return state
+
     @property
     def ending_stop_ids(self) -> tuple[int, ...]:
         """The stop tokens that may come next: all where the output may end, otherwise none."""

@@ -95,7 +95,9 @@ def build_inputs(
     lengths = [part.end - part.start for part in parts]
     query_start = [0, *np.cumsum(lengths).tolist()]
     token_ids = [
-        token for part in parts for token in part.sequence.token_ids[part.start : part.end]
+        token
+        for part in parts
+        for token in (*part.sequence.token_ids[part.start : part.known_end], *part.draft)
     ]
     positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
     tables = [block_tables([part.sequence.block_table for part in parts], parts, block_size)]
@@ -118,14 +120,19 @@ def build_inputs(
         ),
         logit_rows=_to_device(np.array(rows, dtype=np.int64), device),
         host_logit_rows=rows,
-        num_samples=sum(part.samples for part in parts),
+        num_samples=sum(part.samples + len(part.draft) for part in parts),
         lora=lora,
         head_lora=lora,
     )
 
 
 def logit_rows(parts: tuple[ScheduledSequence, ...], query_start: list[int]) -> tuple[int, ...]:
-    rows = [end - 1 for part, end in zip(parts, query_start[1:], strict=True) if part.samples]
+    rows = [
+        row
+        for part, end in zip(parts, query_start[1:], strict=True)
+        if part.samples
+        for row in range(end - 1 - len(part.draft), end)
+    ]
     prompt_rows = [
         start + i
         for part, start in zip(parts, query_start, strict=False)

@@ -18,12 +18,21 @@ def max_step_tokens(config: EngineConfig) -> int:
     return max(config.max_num_batched_tokens, config.max_num_seqs)
 
 
+def max_draws(config: EngineConfig) -> int:
+    """Returns the most tokens that a step draws. With drafts they are no more than without, so that
+    logits take no more memory; but one sequence can always have a whole draft."""
+    if config.speculation == "off":
+        return config.max_num_seqs
+    return max(config.max_num_seqs, 1 + config.num_speculative_tokens)
+
+
 def step_limits(
     config: EngineConfig, model: ModelConfig, max_model_len: int, num_tables: int
 ) -> StepLimits:
     """`num_tables`: the block tables of a sequence, one per group of layers."""
     return StepLimits(
         config.max_num_seqs,
+        max_draws(config),
         max_model_len,
         config.block_size,
         HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),

@@ -1,4 +1,4 @@
-"""The outputs of a step: a drawn token, the tokens that its grammar forces after it, the ending.
+"""The outputs of a step: the drawn tokens, the tokens that a grammar forces after them, the ending.
 
 Forced tokens are output like any other: they count, they can end the choice, and the next step
 computes them like a part of a prompt. They are exactly the tokens that masks would leave alone one
@@ -7,41 +7,55 @@ by one, hence switching them off changes the number of steps and nothing else. F
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.stopping import Ending, ending
-from engine.types import Sample, Sequence, TokenOutput
+from engine.types import Sample, ScheduledSequence, Sequence, TokenLogprobs, TokenOutput
+
+
+def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
+    """Returns the draws that a step without a draft would have made: the first one, and each one
+    after a token of the draft that equals its own draw. A draw is a function of (seed, choice,
+    position) and the tokens before it, hence comparing them is exact at any temperature. A row that
+    is not finite ends them; the next step meets it again."""
+    draws = [sample]
+    for token_id, draw in zip(item.draft, sample.after_draft, strict=False):
+        if draws[-1].token_id != token_id or not draw.is_finite:
+            break
+        draws.append(draw)
+    return tuple(draws)
 
 
 def add_tokens(
-    sequence: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int
-) -> Ending | None:
-    """Appends a drawn token without a grammar, and returns the ending, if any."""
-    if sequence.request.params.max_tokens > 0:  # otherwise only the prompt was requested
-        sequence.token_ids.append(token_id)
-    return ending(sequence, eos_token_ids, max_model_len)
-
-
-def add_grammar_tokens(
     sequence: Sequence,
-    token_id: int,
+    drawn: Iterable[int],
     eos_token_ids: Collection[int],
     max_model_len: int,
     *,
     can_force: bool,
 ) -> Ending | str | None:
-    """Appends a drawn token and the tokens that the grammar forces after it, up to the ending.
+    """Appends drawn tokens, and those that a grammar forces after them, up to the ending.
 
     Returns the ending, if any, or the reason if the grammar cannot be followed: nothing is appended
     then. An answer that is complete ends with "stop", without a step for the end-of-sequence token.
     """
-    state, params = sequence.grammar_state, sequence.request.params
-    assert state is not None
-    if params.max_tokens == 0:
+    params = sequence.request.params
+    if params.max_tokens == 0:  # only the prompt was requested
         return ending(sequence, eos_token_ids, max_model_len)
-    error = state.advance(token_id)
-    if error is not None:
-        return error
+    state = sequence.grammar_state
+    end = None
+    for index, token_id in enumerate(drawn):
+        error = None if state is None else state.advance(token_id)
+        if error is not None:
+            return None if index else error  # the next step fails with the same reason
+        sequence.token_ids.append(token_id)
+        end = ending(sequence, eos_token_ids, max_model_len)
+        if end is not None and (state is None or end.reason == "stop"):
+            return end
+        if state is not None and state.is_complete:
+            return Ending("stop")
+    if state is None:
+        return None
     # Log-probabilities come from the draw of each token.
     forced = []
     if can_force and params.logprobs is None:
@@ -49,9 +63,9 @@ def add_grammar_tokens(
             params.max_tokens - sequence.num_output_tokens,
             max_model_len - len(sequence.token_ids),
         )
-        forced = state.take_forced(room - 1)
-    for token in (token_id, *forced):
-        sequence.token_ids.append(token)
+        forced = state.take_forced(room)
+    for token_id in forced:
+        sequence.token_ids.append(token_id)
         end = ending(sequence, eos_token_ids, max_model_len)
         if end is not None and end.reason == "stop":
             return end
@@ -59,10 +73,10 @@ def add_grammar_tokens(
 
 
 def token_output(
-    sequence: Sequence, offset: int, sample: Sample, end: Ending | None
+    sequence: Sequence, offset: int, draws: Iterable[Sample], end: Ending | None
 ) -> TokenOutput:
     """Returns the output of a step, from the output token at `offset` on. Clears the queue time and
-    the engine's time."""
+    the engine's time. `draws`: one per token, if log-probabilities are requested."""
     token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + offset :])
     queued_s, sequence.queued_s = sequence.queued_s, 0.0
     engine_s, sequence.engine_s = sequence.engine_s, 0.0
@@ -71,7 +85,7 @@ def token_output(
         sequence.choice,
         offset,
         token_ids,
-        logprobs=(sample.logprobs,) if sample.logprobs is not None and token_ids else (),
+        logprobs=() if sequence.request.params.logprobs is None else _logprobs(draws, token_ids),
         prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
         finish_reason=end.reason if end else None,
         stop_token_id=end.stop_token_id if end else None,
@@ -79,6 +93,11 @@ def token_output(
         queued_s=queued_s,
         engine_s=engine_s,
     )
+
+
+def _logprobs(draws: Iterable[Sample], token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    pairs = zip(draws, token_ids, strict=False)
+    return tuple(draw.logprobs for draw, _ in pairs if draw.logprobs is not None)
 
 
 def final_output(sequence: Sequence, end: Ending, error: str | None) -> TokenOutput:

@@ -9,7 +9,7 @@ from engine.inputs import build_inputs
 from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.prompt_logprobs import with_prompt_logprobs
-from engine.sampler import sample
+from engine.sampler import by_sequence, sample
 from engine.types import Sample, ScheduledBatch
 from lora.pool import AdapterPool
 
@@ -41,13 +41,12 @@ class ReferenceSteps:
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
         inputs = build_inputs(batch, self._kv.block_size, self._kv.k[0].device, self._pool)
         hidden = self._model.forward(inputs, self._kv, self._pool)
-        parts = [part for part in batch.sequences if part.samples]
+        rows = batch.rows
         answers: list[Sample] = []
-        if parts:
-            logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
-            answers = sample(logits, parts, self._eos_token_ids)
-        drawn = iter(answers)
-        samples = [next(drawn) if part.samples else Sample(None) for part in batch.sequences]
+        if rows:
+            logits = self._model.logits(hidden[: len(rows)], inputs, 0, self._pool)
+            answers = sample(logits, rows, self._eos_token_ids)
+        samples = by_sequence(batch, answers)
         return FinishedStep(
             with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
         )

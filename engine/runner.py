@@ -34,7 +34,13 @@ from engine.host_memory import available_bytes
 from engine.int4_forms import resolve_int4
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
 from engine.kv_layout import kv_layout
-from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
+from engine.largest_step import (
+    largest_batch,
+    max_draws,
+    max_step_tokens,
+    num_blocks,
+    step_limits,
+)
 from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
@@ -123,6 +129,8 @@ class ModelRunner:
                 self._warm_up(self._steps, config)
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
+        # The reference backend has no buffers of a fixed size.
+        self.max_draws = max_draws(config) if uses_triton else max_step_tokens(config)
         logger.info(
             "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,

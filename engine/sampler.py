@@ -8,14 +8,16 @@ reported and does not affect others. Free of blocks and adapters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
 
 from engine.grammar_state import GrammarState, fill_masks
 from engine.stopping import banned_token_ids
-from engine.types import Sample, ScheduledSequence, TokenLogprobs
+from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
 from kernels.mask_logits import mask_logits_, num_mask_words
 from kernels.sampling import add_bias_, apply_penalties_, ban_, draw, gather_logprobs
 
@@ -24,7 +26,7 @@ _SEED_MASK = 2**64 - 1
 
 def sample(
     logits: torch.Tensor,  # [R, V] float32, changed in place
-    parts: Sequence[ScheduledSequence],  # one per row
+    parts: Sequence[ScheduledSequence],  # one per row, as `ScheduledSequence.rows`
     eos_token_ids: Collection[int],
 ) -> list[Sample]:
     if not parts:
@@ -52,6 +54,18 @@ def sample(
         Sample(token_ids[i], logprobs.get(i)) if is_finite[i] else Sample(None, is_finite=False)
         for i in range(len(parts))
     ]
+
+
+def by_sequence(batch: ScheduledBatch, answers: Iterable[Sample]) -> list[Sample]:
+    """Returns one sample per sequence of the batch, from those of its rows."""
+    drawn = iter(answers)
+    samples: list[Sample] = []
+    for part in batch.sequences:
+        first = next(drawn) if part.samples else Sample(None)
+        if part.draft:
+            first = replace(first, after_draft=tuple(islice(drawn, len(part.draft))))
+        samples.append(first)
+    return samples
 
 
 def token_logprobs(
@@ -158,8 +172,8 @@ def change_logits_(
 
 
 def masked_rows(parts: Sequence[ScheduledSequence]) -> tuple[list[int], list[GrammarState]]:
-    """Returns the rows whose grammar limits their next token, and the grammars' states. Draws that
-    are discarded are left out: the sequence has ended since the step was launched (and has no
+    """Returns the rows whose grammar limits their next token, and the grammars' states there. Draws
+    that are discarded are left out: the sequence has ended since the step was launched (and has no
     blocks), or its next token is decided."""
     rows: list[int] = []
     states: list[GrammarState] = []
@@ -167,9 +181,9 @@ def masked_rows(parts: Sequence[ScheduledSequence]) -> tuple[list[int], list[Gra
         sequence, state = part.sequence, part.sequence.grammar_state
         if state is None or not state.is_constraining:
             continue
-        if sequence.block_table and part.end == len(sequence.token_ids):
+        if sequence.block_table and part.known_end == len(sequence.token_ids):
             rows.append(row)
-            states.append(state)
+            states.append(state.after(part.draft) if part.draft else state)
     return rows, states
 
 
@@ -198,7 +212,7 @@ def _penalize_(logits: torch.Tensor, parts: Sequence[ScheduledSequence]) -> None
         choice = part.sequence
         if not choice.request.params.has_penalties:
             continue
-        tokens = np.array(choice.token_ids[: part.end], dtype=np.int64)
+        tokens = np.array([*choice.token_ids[: part.known_end], *part.draft], dtype=np.int64)
         unique, places = np.unique(tokens, return_inverse=True)
         output_places = places[choice.num_prompt_tokens :]
         ids.append(unique)

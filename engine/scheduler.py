@@ -30,8 +30,9 @@ from engine.block_tables import BlockTables, needs_prompt_logprobs
 from engine.config import EngineConfig
 from engine.grammar_gate import GrammarGate
 from engine.grammars import Grammars
-from engine.outputs import add_grammar_tokens, add_tokens, final_output, token_output
+from engine.outputs import add_tokens, final_output, kept_draws, token_output
 from engine.prompt_budget import prompt_budget
+from engine.speculation import Speculation
 from engine.step_cost import StepCost
 from engine.stopping import Ending
 from engine.types import (
@@ -46,9 +47,6 @@ from engine.types import (
     TokenOutput,
     key_digests,
 )
-
-_COPY_STEPS = 2  # steps that an adapter's copy to the device takes at most
-_NEWEST = 0.1  # share of the newest wait in the mean
 
 
 def _age(sequence: Sequence) -> int:
@@ -75,15 +73,17 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         cost: StepCost | None = None,
         grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`cost`: the measured cost of steps; None: not measured. `grammars`: None: no request has
-        a grammar."""
+        a grammar. `speculation`: None: steps have no drafts."""
         self._config = config
         self._clock = clock
         self._cost = cost or StepCost()
         self._tables = tables
         self._gate = AdapterGate(adapters, config.max_adapter_overtakes)
         self.grammar_gate = GrammarGate(grammars)
+        self._speculation = speculation
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._waiting: list[Sequence] = []  # oldest first
@@ -93,7 +93,6 @@ class Scheduler:
         self._num_sequences = 0
         self._num_preemptions = 0
         self.preempted: list[str] = []  # request ids; the engine takes them after each step
-        self._adapter_room_s = 0.0
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -154,6 +153,8 @@ class Scheduler:
         # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
             scheduled += self._admit_waiting(self._rest_of_budget(scheduled), parts)
+        if self._speculation is not None:
+            self._speculation.extend(scheduled, self._tables, len(self._running))
         return ScheduledBatch(tuple(scheduled))
 
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
@@ -175,13 +176,13 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         queued_tokens = self._queued_tokens()
-        return EngineLoad(
+        load = EngineLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapter=self._gate.num_passed_over,
             queued_tokens=queued_tokens,
             queued_tokens_for_adapter=self._gate.passed_over_tokens,
-            adapter_room_s=self._adapter_room_s,
+            adapter_room_s=self._gate.room_s,
             step_prompt_tokens=self._prompt_budget(len(self._running), queued_tokens),
             num_blocks=self._tables.pool.num_blocks,
             num_free_blocks=self._tables.pool.num_free,
@@ -189,6 +190,7 @@ class Scheduler:
             prefix_queries=self._tables.prefix_queries,
             prefix_hits=self._tables.prefix_hits,
         )
+        return load if self._speculation is None else self._speculation.with_counts(load)
 
     def _schedule_running(self, parts: StepParts) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
@@ -297,7 +299,6 @@ class Scheduler:
             budget -= count
             if sequence.num_preemptions == 0:
                 sequence.queued_s = self._clock() - sequence.added_s
-            self._observe_room(sequence)
             self._gate.note_admitted(sequence)
             self._waiting.remove(sequence)
             insort(self._running, sequence, key=_age)
@@ -305,13 +306,6 @@ class Scheduler:
             admitted.append(parts.take(sequence, start, start + count))
         self._gate.prefetch(self._waiting)
         return admitted
-
-    def _observe_room(self, sequence: Sequence) -> None:
-        """Includes the wait of an admitted sequence in the mean wait for room for an adapter.
-        Copies of adapters that had room take one or two steps, and do not count."""
-        if sequence.num_refusals > _COPY_STEPS:
-            self._adapter_room_s += _NEWEST * (sequence.queued_s - self._adapter_room_s)
-        sequence.num_refusals = 0
 
     def _waits_for_prompt(self, sequence: Sequence) -> bool:
         """Returns True while the first choice computes the prompt whose blocks the others share.
@@ -325,44 +319,51 @@ class Scheduler:
         if not sample.is_finite:
             self._leave(sequence, Ending("error"), NOT_FINITE)
             return None
-        self._tables.commit(item)
-        sequence.num_computed_tokens = item.end
-        if item.end >= sequence.num_prompt_tokens:
+        known = item.without_draft() if item.draft else item
+        end = known.end
+        self._tables.commit(known)
+        sequence.num_computed_tokens = end
+        if end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):
             if item.start == 0:
                 sequence.prompt_logprobs.append(None)
             sequence.prompt_logprobs += sample.prompt_logprobs
         # Otherwise the grammar forced the token while this step was in flight: its draw is void.
-        if item.samples and item.end == len(sequence.token_ids):
+        if item.samples and end == len(sequence.token_ids):
             sequence.num_tokens_in_flight -= 1
             if sample.token_id is not None:
-                return self._commit_token(sequence, sample, sample.token_id)
+                return self._commit_draws(
+                    item, kept_draws(item, sample) if item.draft else (sample,)
+                )
         return None
 
-    def _commit_token(
-        self, sequence: Sequence, sample: Sample, token_id: int
-    ) -> TokenOutput | None:
+    def _commit_draws(self, item: ScheduledSequence, draws: ListLike[Sample]) -> TokenOutput | None:
+        sequence = item.sequence
         offset = sequence.num_output_tokens
-        if sequence.grammar_state is None:
-            end = add_tokens(sequence, token_id, self._eos_token_ids, self._max_model_len)
-        else:
-            found = add_grammar_tokens(
-                sequence,
-                token_id,
-                self._eos_token_ids,
-                self._max_model_len,
-                can_force=self._config.force_grammar_tokens,
-            )
-            if isinstance(found, str):
-                self._leave(sequence, Ending("error"), found)
-                return None
-            end = found
-            if sequence.num_output_tokens > offset + 1:
-                sequence.num_tokens_in_flight = 0
+        drawn = [draw.token_id for draw in draws if draw.token_id is not None]
+        can_force, eos_token_ids = self._config.force_grammar_tokens, self._eos_token_ids
+        end = add_tokens(sequence, drawn, eos_token_ids, self._max_model_len, can_force=can_force)
+        if isinstance(end, str):
+            self._leave(sequence, Ending("error"), end)
+            return None
+        if sequence.num_output_tokens > offset + 1:
+            sequence.num_tokens_in_flight = 0
+        if self._speculation is not None:
+            self._speculation.observe_draws(item, drawn)
+        if item.draft:
+            self._commit_draft(item, len(draws) - 1)
         if end is not None:
             self._forget(sequence)
-        return token_output(sequence, offset, sample, end)
+        return token_output(sequence, offset, draws, end)
+
+    def _commit_draft(self, item: ScheduledSequence, num_kept: int) -> None:
+        """Records the tokens of a draft that were drawn. The slots of the others are written
+        again."""
+        sequence, start = item.sequence, item.known_end
+        end = min(start + num_kept, len(sequence.token_ids))
+        self._tables.commit(ScheduledSequence(sequence, start, end, False))
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = end
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:
         """Ends a sequence without a token; its final output comes with the next commit."""
@@ -375,6 +376,8 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
             self.grammar_gate.forget(sequence)
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         request_id = sequence.request.request_id
         del self._groups[request_id].alive[sequence.choice]
         if not self._groups[request_id].alive:

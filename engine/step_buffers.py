@@ -20,7 +20,7 @@ Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 _ALIGNMENT = 4  # words: 16 bytes, the alignment of a kernel's vector load
 _PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
 SLOTS = ("slots", "window_slots")  # of each block table
-_PER_SEQUENCE = ("kv_lens", "temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
+_PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class StepBuffers:
         self,
         max_tokens: int,
         max_seqs: int,
+        max_draws: int,
         max_blocks: int,  # per sequence
         attention_words: int,
         lora_words: int,
@@ -46,9 +47,10 @@ class StepBuffers:
         self.num_tables = num_tables
         sizes = {
             "head": head_words,
-            "seeds": 2 * max_seqs,  # 64-bit, hence before fields of any number of words
+            "seeds": 2 * max_draws,  # 64-bit, hence before fields of any number of words
             **dict.fromkeys(_PER_TOKEN + SLOTS[1:num_tables], max_tokens),
-            **dict.fromkeys(_PER_SEQUENCE, max_seqs),
+            **dict.fromkeys(_PER_DRAW, max_draws),
+            "kv_lens": max_seqs,
             "query_start": max_seqs + 1,
             "attention": attention_words,
             "lora": lora_words,

@@ -47,6 +47,7 @@ class StepLimits:
     """The sizes of the buffers: fixed from the start, because graphs hold their addresses."""
 
     max_seqs: int
+    max_draws: int  # tokens drawn in a step, with those after drafts
     max_model_len: int
     block_size: int
     heads: HeadShape
@@ -74,7 +75,7 @@ class StepInputs:
         limits: StepLimits,
         pool: AdapterPool,
         scratch: AttentionScratch,
-        drawn: torch.Tensor,  # [max_seqs] int32, where the sampler writes
+        drawn: torch.Tensor,  # [max_draws] int32, where the sampler writes
         *,
         is_decode: bool,
     ) -> None:
@@ -90,11 +91,12 @@ class StepInputs:
         self._buffers = StepBuffers(
             max_tokens,
             limits.max_seqs,
+            limits.max_draws,
             limits.max_blocks,
             work_size(limits.max_seqs, max_tokens, limits.heads),
             lora_plan_size(max_tokens, self._max_pages, large=not is_decode),
             # A decode's logits have the rows of its tokens, and their plan.
-            0 if is_decode else lora_plan_size(limits.max_seqs, self._max_pages, large=False),
+            0 if is_decode else lora_plan_size(limits.max_draws, self._max_pages, large=False),
             drawn.device,
             limits.num_tables,
         )
@@ -198,7 +200,7 @@ class StepInputs:
         buffers, block_size = self._buffers, self._limits.block_size
         query_start = write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
         counts = write_attention(buffers, parts, len(parts), self._limits.heads)
-        sampling = tuple(part for part in parts if part.samples)
+        sampling = batch.rows
         write_sampling(buffers, sampling, len(sampling))
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
@@ -240,15 +242,15 @@ class StepInputs:
         """Writes the plan of the rows that sample; None: none of their adapters has the head."""
         if _HEAD not in self.site_kinds(sampling):
             return None
-        max_seqs, max_pages = self._limits.max_seqs, self._max_pages
+        max_draws, max_pages = self._limits.max_draws, self._max_pages
         keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
         runs, weights = self._lora_runs(keys, 0)
         host = self._buffers.host("head")
         found = write_lora_plan(
-            host, runs, max_seqs, max_pages, weights, large=False, has_head=True
+            host, runs, max_draws, max_pages, weights, large=False, has_head=True
         )
         return LoraPlan.for_step(
-            self._buffers.device("head"), found, max_seqs, max_pages, large=False
+            self._buffers.device("head"), found, max_draws, max_pages, large=False
         )
 
     def _forward_inputs(

@@ -42,7 +42,7 @@ def write_tokens(
         else:
             span = slice(row, row + end - start)
             row = span.stop
-            tokens = known[start:end]
+            tokens = [*known[start : part.known_end], *part.draft]
             token_ids[span.start : span.start + len(tokens)] = tokens
             if len(tokens) < end - start:
                 sources[row - 1] = drawn_rows[sequence]

@@ -14,7 +14,7 @@ from engine.types import PROMPT_RANK, ScheduledBatch, ScheduledSequence
 def charge_step(batch: ScheduledBatch, seconds: float) -> None:
     """Adds each sequence's share of `seconds` to its `engine_s`, which its next output reports."""
     weights = [
-        item.sequence.output_weight if item.end - item.start == 1 else _prompt_weight(item)
+        item.sequence.output_weight if item.end - item.start == 1 else _weight(item)
         for item in batch.sequences
     ]
     if weights:
@@ -23,9 +23,13 @@ def charge_step(batch: ScheduledBatch, seconds: float) -> None:
             item.sequence.engine_s += weight * unit_s
 
 
-def _prompt_weight(item: ScheduledSequence) -> float:
-    """Returns the weight of a part of a prompt; an adapter counts where it is active."""
+def _weight(item: ScheduledSequence) -> float:
+    """Returns the weight of a part of a prompt, or of a decode with a draft, whose tokens weigh as
+    those of a prompt; an adapter counts where it is active."""
     request = item.sequence.request
+    token_weight = PROMPT_RANK * request.adapter_rank
+    if item.draft and item.known_end - item.start == 1:
+        return item.sequence.output_weight + len(item.draft) * (1.0 + token_weight)
     num_active = item.end - max(item.start, request.active_from or 0)
     num_tokens = item.end - item.start
-    return num_tokens + PROMPT_RANK * request.adapter_rank * max(0, num_active)
+    return num_tokens + token_weight * max(0, num_active)

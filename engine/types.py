@@ -30,6 +30,8 @@ PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
 
 
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+# Of drafts: none, as long as they match, or only where they are expected to save time.
+SpeculationMode = Literal["off", "suffix", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: of the drawn token and the k most likely
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    # None: as the engine's configuration says. It changes no token, only the number of steps.
+    speculation: SpeculationMode | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -185,6 +189,11 @@ class EngineLoad:
     # plan ahead plans its next step only now, or without work
     in_flight_s: float = 0.0
     num_late_compilations: int = 0  # of kernels, since the engine was ready; each is a fault
+    # Of speculation, since start: sequences with a draft in a step, and tokens of drafts.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # tokens accepted at each place of drafts
 
     @property
     def kv_usage(self) -> float:
@@ -253,13 +262,38 @@ class ScheduledSequence:
     """Positions [start, end) of one sequence are computed in this step.
 
     The token at `end - 1` may be in flight: it then lies past `sequence.token_ids`, and the step
-    reads it from where the step before drew it.
+    reads it from where the step before drew it. A draft is the tokens of the last positions, which
+    are guessed: the step draws a token after the newest one and after each of the draft.
     """
 
     sequence: Sequence
     start: int
     end: int
-    samples: bool  # the last position is the newest token: its logits give the next one
+    samples: (
+        bool  # the last position before the draft is the newest token: its logits give the next
+    )
+    draft: tuple[int, ...] = ()  # only of a part that samples and whose tokens are all known
+
+    @property
+    def known_end(self) -> int:
+        """The end of the positions before the draft."""
+        return self.end - len(self.draft)
+
+    @property
+    def rows(self) -> tuple[ScheduledSequence, ...]:
+        """One part for each draw of this one, in order: that draw's position is its `end`, and its
+        draft the tokens before it that are guessed."""
+        assert self.samples
+        sequence, start, end = self.sequence, self.start, self.known_end
+        return tuple(
+            ScheduledSequence(sequence, start, end + count, True, self.draft[:count])
+            for count in range(len(self.draft) + 1)
+        )
+
+    def without_draft(self) -> ScheduledSequence:
+        if not self.draft:
+            return self
+        return ScheduledSequence(self.sequence, self.start, self.known_end, self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +306,23 @@ class ScheduledBatch:
 
     @property
     def num_decoding(self) -> int:
-        """The number of sequences that compute one token and sample the next."""
-        return sum(s.samples and s.end - s.start == 1 for s in self.sequences)
+        """The number of sequences that compute one token, beside a draft, and sample the next."""
+        return sum(
+            s.samples and (s.end - s.start == 1 or s.known_end - s.start == 1)
+            for s in self.sequences
+        )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(s.draft) for s in self.sequences)
+
+    @property
+    def rows(self) -> tuple[ScheduledSequence, ...]:
+        """One part for each draw, as `ScheduledSequence.rows`."""
+        drawn = tuple(s for s in self.sequences if s.samples)
+        if not any(s.draft for s in drawn):
+            return drawn
+        return tuple(row for s in drawn for row in s.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +333,7 @@ class Sample:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, end] of the prompt
     is_finite: bool = True  # False: the logits held NaN or infinity, token_id is None
+    after_draft: tuple[Sample, ...] = ()  # the draws after each token of the draft, in order
 
 
 class LaunchedStep(Protocol):
@@ -314,6 +364,7 @@ class Runner(Protocol):
     kv_layout: KVLayout
     max_model_len: int
     runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
+    max_draws: int  # tokens drawn in a step, at most: of sequences and of drafts
 
     @property
     def model_config(self) -> ModelFacts: ...

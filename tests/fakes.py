@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
@@ -182,6 +182,7 @@ class FakeRunner:
         self.fail_next: BaseException | None = None
         self.not_finite: set[str] = set()  # request ids
         self.runs_ahead = False
+        self.max_draws = 1 << 30
         self.fail_next_collect: BaseException | None = None
         self.most_tokens: int | None = None  # of a step; with more it finds no memory
         self.too_large: set[str] = set()  # request ids: no step of them finds memory
@@ -258,10 +259,13 @@ class FakeRunner:
             return Sample(None, prompt_logprobs=prompt_logprobs)
         if sequence.request.request_id in self.not_finite:
             return Sample(None, is_finite=False)
-        token = draw(sequence, self._tokens(item), self.model_config)
-        wants = sequence.request.params.logprobs is not None
-        logprobs = TokenLogprobs(token, -1.0, 1, ()) if wants else None
-        return Sample(token, logprobs, prompt_logprobs)
+        first, *others = [self._draw(row) for row in item.rows]
+        return replace(first, prompt_logprobs=prompt_logprobs, after_draft=tuple(others))
+
+    def _draw(self, row: ScheduledSequence) -> Sample:
+        token = draw(row.sequence, self._tokens(row), self.model_config)
+        wants = row.sequence.request.params.logprobs is not None
+        return Sample(token, TokenLogprobs(token, -1.0, 1, ()) if wants else None)
 
     def _prompt_logprobs(self, item: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
         prompt = item.sequence.request.prompt_token_ids
@@ -274,6 +278,8 @@ class FakeRunner:
 
     def _tokens(self, item: ScheduledSequence) -> list[int]:
         known = item.sequence.token_ids
+        if item.draft:
+            return [*known, *item.draft]
         return known if item.end <= len(known) else [*known, max(self._drawn[item.sequence], 0)]
 
     def _tables(self, sequence: Sequence) -> tuple[list[int], ...]:

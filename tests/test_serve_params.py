@@ -102,6 +102,7 @@ def test_every_field_reaches_the_engine() -> None:
         ignore_eos=True,
         logprobs=2,
         prompt_logprobs=1,
+        speculation="auto",
     )
     assert sampling_params(request, PROMPT, LIMITS) == SamplingParams(
         max_tokens=9,
@@ -120,6 +121,7 @@ def test_every_field_reaches_the_engine() -> None:
         ignore_eos=True,
         logprobs=2,
         prompt_logprobs=1,
+        speculation="auto",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine.config import EngineConfig
+from engine.types import SpeculationMode
 from registry.catalog import DefaultAliases
 from serve_app.config.values import AliasName, Args, Bytes, RangeArgs, ScaledArgs
 from serve_app.routing.policies import check_policy
@@ -71,6 +72,16 @@ class EngineArgs(Args):
     force_grammar_tokens: bool = True
     """Whether tokens that a grammar leaves no choice about are output without being drawn: the same
     answers in fewer steps."""
+    speculation: SpeculationMode = "off"
+    """Drafts: what followed the newest tokens in earlier text of the same adapter and tenant is
+    verified in one step. The answers are the same, in fewer steps. `auto`: where it is expected to
+    save time, by the acceptance of drafts and the cost of steps, both measured; `suffix`: wherever
+    earlier text matches. A request's field `speculation` replaces it, unless it is `off`."""
+    num_speculative_tokens: int = Field(default=8, ge=1, le=32)
+    """The most tokens of a draft."""
+    suffix_cache_bytes: Bytes = 64 * 1024 * 1024
+    """The host memory for the text that drafts come from, 512 bytes a token; the oldest text
+    leaves it first."""
     enforce_eager: bool = False
     """CUDA: no CUDA graphs, for a quicker start and slower decoding."""
     adapter_pool_bytes: Bytes | None = None

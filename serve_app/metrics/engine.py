@@ -209,6 +209,12 @@ class EngineMetrics:
         yield counter("vllm:prefix_cache_queries", load.prefix_queries, own)
         yield counter("vllm:prefix_cache_hits", load.prefix_hits, own)
         yield counter("vllm:num_preemptions", load.num_preemptions, own)
+        yield counter("vllm:spec_decode_num_drafts", load.num_drafts, own)
+        yield counter("vllm:spec_decode_num_draft_tokens", load.num_draft_tokens, own)
+        yield counter("vllm:spec_decode_num_accepted_tokens", load.num_accepted_tokens, own)
+        accepted = {str(i): count for i, count in enumerate(load.accepted_per_position or (0,))}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield counter(name, accepted, own, "position")
         yield counter("vllm:request_success", finished, own, "finished_reason")
         yield counter("vllm:corrupted_requests", self._num_corrupted, own)
 

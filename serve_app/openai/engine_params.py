@@ -172,6 +172,7 @@ def sampling_params(
         logprobs=request.output_logprobs,
         prompt_logprobs=max(_prompt_lists(request), default=None),
         grammar=prompt.grammar if isinstance(request, ChatRequest) else request.grammar,
+        speculation=request.speculation,
     )
 
 

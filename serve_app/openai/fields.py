@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from engine.admission import MIN_REPETITION_PENALTY
-from engine.types import Grammar
+from engine.types import Grammar, SpeculationMode
 from registry.names import join_adapters
 from serve_app.errors import shown
 from serve_app.openai.adapters_field import Adapters
@@ -231,6 +231,7 @@ class GenerationFields(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    speculation: SpeculationMode | None = None  # no effect where the base's setting is "off"
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower goes first
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -73,14 +73,14 @@ class StepLog:
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[int, int, float]] = []
-        cost = engine._cost
+        cost = engine._times._cost
         observe = cost.observe
 
         def record(num_prompt: int, num_decoding: int, seconds: float) -> None:
             self.steps.append((num_prompt, num_decoding, round(1000 * seconds, 3)))
             observe(num_prompt, num_decoding, seconds)
 
-        engine._cost = _Recorded(cost, record)  # type: ignore[assignment]
+        engine._times._cost = _Recorded(cost, record)  # type: ignore[assignment]
 
 
 class _Recorded:

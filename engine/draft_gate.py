@@ -1,0 +1,170 @@
+"""Chooses how many tokens of the drafts a step verifies: as many as are expected to save time.
+
+Two things are learned. The share of draft tokens that are drawn, by the length of the match before
+them: for each source of drafts, and for each sequence in relation to its source. It is learned from
+drafts that no step verified, too, so a gate that is closed costs nothing and opens by itself. And
+the duration of steps, by their sequences and draft tokens. Chosen is the number of draft tokens
+with the most expected tokens per second, as in "TurboSpec" (Liu et al., arXiv 2406.14066). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from engine.drafts import Draft
+
+_BUCKETS = 7  # of lengths in powers of two
+_KEEP = 0.98  # factor on earlier trials of a source at each new one of the same bucket
+_OWN_KEEP = 0.9  # the same of a sequence: the text changes
+_OWN_WEIGHT = 3.0  # hits by which a sequence is taken for an average one at first
+_PRIOR = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # before the first trials
+_PRIOR_WEIGHT = 2.0
+_MOST_SOURCES = 4096
+_MOST = 0.98  # of a probability
+_GAIN = 1.03  # a draft that is expected to save less is left out
+_NEWEST = 0.1  # share of a new step in the mean of its kind
+_FAR = 4.0  # times its mean: an exception, such as a step that compiles
+_STALE = 64  # steps after which the steps without drafts are measured again
+_FORGOTTEN = 512  # steps after which an old measurement does not keep drafts out any more
+
+
+def _bucket(count: int) -> int:
+    return min(count.bit_length(), _BUCKETS - 1)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The trials of one source of drafts, by the length of the match."""
+
+    hits: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT * p for p in _PRIOR])
+    trials: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * _BUCKETS)
+
+    def observe(self, match_length: int, *, is_hit: bool) -> None:
+        bucket = _bucket(match_length)
+        self.hits[bucket] = _KEEP * self.hits[bucket] + is_hit
+        self.trials[bucket] = _KEEP * self.trials[bucket] + 1.0
+
+    def probability(self, match_length: int) -> float:
+        bucket = _bucket(match_length)
+        return self.hits[bucket] / self.trials[bucket]
+
+
+@dataclass(slots=True)
+class OwnAcceptance:
+    """The trials of one sequence, in relation to those that its source let expect."""
+
+    source: Acceptance
+    hits: float = _OWN_WEIGHT
+    expected: float = _OWN_WEIGHT
+
+    def observe(self, draft: Draft, token_ids: Sequence[int]) -> None:
+        """Compares a draft, verified or not, with the tokens that came."""
+        for index, (guess, token_id) in enumerate(zip(draft.token_ids, token_ids, strict=False)):
+            length, is_hit = draft.match_length + index, guess == token_id
+            self.hits = _OWN_KEEP * self.hits + is_hit
+            self.expected = _OWN_KEEP * self.expected + self.source.probability(length)
+            self.source.observe(length, is_hit=is_hit)
+            if not is_hit:
+                break
+
+    def survivals(self, draft: Draft) -> list[float]:
+        """Returns the probability of each token of the draft that it and all before it are
+        drawn."""
+        ratio = (self.hits + _OWN_WEIGHT) / (self.expected + _OWN_WEIGHT)
+        survival, found = 1.0, []
+        for index in range(len(draft.token_ids)):
+            length = draft.match_length + index
+            survival *= min(_MOST, ratio * self.source.probability(length))
+            found.append(survival)
+        return found
+
+
+class Acceptances:
+    """The acceptance of each source, of a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._sources: OrderedDict[Hashable, Acceptance] = OrderedDict()
+
+    def of_sequence(self, source: Hashable) -> OwnAcceptance:
+        found = self._sources.setdefault(source, Acceptance())
+        self._sources.move_to_end(source)
+        if len(self._sources) > _MOST_SOURCES:
+            self._sources.popitem(last=False)
+        return OwnAcceptance(found)
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The mean of recent steps of one kind."""
+
+    num_sequences: float
+    num_drafted: float
+    seconds: float
+    last_step: int
+
+    def add(self, num_sequences: int, num_drafted: int, seconds: float, step: int) -> None:
+        seconds = min(seconds, _FAR * self.seconds)
+        self.num_sequences += _NEWEST * (num_sequences - self.num_sequences)
+        self.num_drafted += _NEWEST * (num_drafted - self.num_drafted)
+        self.seconds += _NEWEST * (seconds - self.seconds)
+        self.last_step = step
+
+
+class DraftGate:
+    def __init__(self) -> None:
+        # Steps without prompt tokens, by sequences and draft tokens in powers of two.
+        self._means: dict[tuple[int, int], _Mean] = {}
+        self._step = 0
+
+    def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        """Records a step without prompt tokens."""
+        self._step += 1
+        key = num_sequences.bit_length(), num_drafted.bit_length()
+        mean = self._means.get(key)
+        if mean is None or self._step - mean.last_step > _FORGOTTEN:
+            self._means[key] = _Mean(num_sequences, num_drafted, seconds, self._step)
+        else:
+            mean.add(num_sequences, num_drafted, seconds, self._step)
+
+    def is_stale(self, num_sequences: int) -> bool:
+        """Returns True if a step without drafts has to be measured."""
+        plain = self._means.get((num_sequences.bit_length(), 0))
+        return plain is None or self._step - plain.last_step > _STALE
+
+    def choose(
+        self, num_sequences: int, survivals: Sequence[Sequence[float]], row_s: float
+    ) -> list[int]:
+        """Returns the number of draft tokens to verify of each draft, from the `survivals` of its
+        tokens. `row_s`: the seconds that one more row adds to a step, as long as none like it was
+        measured."""
+        counts = [0] * len(survivals)
+        if self.is_stale(num_sequences):
+            return counts
+        plain_s = self._seconds(num_sequences, 0, row_s)
+        # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
+        best = sorted(
+            ((value, index) for index, values in enumerate(survivals) for value in values),
+            key=lambda pair: -pair[0],
+        )
+        rate, most, expected = _GAIN * num_sequences / plain_s, 0, float(num_sequences)
+        for count, (value, _) in enumerate(best, 1):
+            expected += value
+            found = expected / self._seconds(num_sequences, count, row_s)
+            if found > rate:
+                rate, most = found, count
+        for _, index in best[:most]:
+            counts[index] += 1
+        return counts
+
+    def _seconds(self, num_sequences: int, num_drafted: int, row_s: float) -> float:
+        """Returns the expected duration of a step, from the nearest kind of step that was measured
+        lately and has no more draft tokens."""
+        size = num_sequences.bit_length()
+        for bits in range(num_drafted.bit_length(), -1, -1):
+            mean = self._means.get((size, bits))
+            if mean is not None and (not bits or self._step - mean.last_step <= _FORGOTTEN):
+                rows = num_sequences - mean.num_sequences + num_drafted - mean.num_drafted
+                return max(0.5 * mean.seconds, mean.seconds + rows * row_s)
+        raise AssertionError("a step without drafts was measured before")

@@ -1,0 +1,34 @@
+"""Drafts: tokens that a sequence is guessed to continue with, and the seam for what guesses them.
+
+A step computes a draft with the newest token and draws after each of its tokens. The draws that a
+step without it would have made are kept (`engine.outputs.kept_draws`), so a drafter changes the
+number of steps and no token. Free of tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    token_ids: tuple[int, ...]  # the next tokens, one or more
+    # The tokens before them on which the guess rests. The gate learns how often drafts of a length
+    # are right; a drafter without such a measure gives always the same number.
+    match_length: int
+
+
+class Drafter(Protocol):
+    def propose(self, sequence: Sequence, limit: int) -> Draft | None:
+        """Guesses the tokens after `sequence.token_ids`, at most `limit` (1 or more). None: no
+        guess. It may depend only on texts of the same adapter key and cache salt. Called once for
+        each step of a sequence at most."""
+        ...
+
+    def end(self, sequence: Sequence) -> None:
+        """Notes that the sequence gets no more tokens. Called also for sequences without a
+        proposal."""
+        ...

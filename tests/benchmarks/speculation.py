@@ -1,0 +1,268 @@
+"""Output tokens per second with and without speculation, and the acceptance of drafts.
+
+On a CPU: the demo's base with the adapters sql, extract, tools, and the base itself, on questions
+that training never saw, greedy; drafts come from earlier text. Variants take turns on one runner
+with the same questions, new ones in each round; the first round is told apart, because nothing is
+learned and no text is known yet. Every answer is compared with that of the variant without drafts.
+
+With `--shape`: random weights of that shape, on a GPU, prompts of random tokens and drafts that are
+right with a fixed probability per token (`--acceptance`), replayed from a run without drafts.
+
+    python -m tests.benchmarks.speculation [--concurrency 1,4,16] [--rounds 5] [--threads 1]
+    python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6 --concurrency 1,32
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+from transformers import AutoTokenizer
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.drafts import Draft, Drafter
+from engine.runner import ModelRunner
+from engine.types import Request, SamplingParams, SpeculationMode
+from engine.types import Sequence as Choice
+from notebooks.demo_adapters import extract, pirate, sql, tools
+from notebooks.demo_adapters.train import chat_template, render
+from serve_app.cli.demo.prepare import ADAPTERS_DIR, base_folder, prepare
+from serve_app.config import default_home
+from tests.benchmarks.our_engine import Settings
+from tests.benchmarks.report import emit, emit_machine
+from tests.benchmarks.shapes import SHAPES
+
+ADAPTERS = ("sql", "extract", "tools")
+QUESTIONS = {
+    "sql": sql.held_out_examples,
+    "extract": extract.held_out_examples,
+    "tools": tools.held_out_examples,
+    "base": pirate.held_out_questions,  # free chat: drafts are hardly ever right
+}
+_MATCH_LENGTH = 4  # of a replayed draft: always the same
+
+
+@dataclass(slots=True)
+class ReplayedDrafter:
+    """Implements `drafts.Drafter`: the recorded output of the request, each token of which is right
+    with one probability."""
+
+    acceptance: float
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def propose(self, sequence: Choice, limit: int) -> Draft | None:
+        output = self.outputs.get(sequence.request.request_id, ())
+        right = output[sequence.num_output_tokens :][:limit]
+        ids = tuple(
+            token_id if self.draw.random() < self.acceptance else (token_id + 1) % 1000
+            for token_id in right
+        )
+        return Draft(ids, _MATCH_LENGTH) if ids else None
+
+    def end(self, sequence: Choice) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    outputs: dict[str, tuple[int, ...]]
+    num_steps: int
+    seconds: float
+    cpu_s: float  # of this process: with one thread, whatever else the machine does
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.outputs.values()))
+
+
+def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing:
+    """Steps until all requests have ended, with so many of them at a time."""
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    waiting, num_open = list(reversed(requests)), 0
+    first_step = engine.load().num_steps
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    while waiting or engine.has_work:
+        while waiting and num_open < concurrency:
+            engine.add_request(waiting.pop())
+            num_open += 1
+        for output in engine.step().outputs:
+            assert output.error is None, output.error
+            outputs[output.request_id] += output.token_ids
+            num_open -= output.finish_reason is not None
+    return Timing(
+        {request_id: tuple(ids) for request_id, ids in outputs.items()},
+        engine.load().num_steps - first_step,
+        time.perf_counter() - began_s,
+        time.process_time() - began_cpu_s,
+    )
+
+
+class Variant:
+    """One engine; it keeps over all rounds what it has learned."""
+
+    def __init__(
+        self,
+        mode: SpeculationMode,
+        config: EngineConfig,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+    ) -> None:
+        self.mode = mode
+        self.engine = Engine(replace(config, speculation=mode), runner, drafter=drafter)
+        self.timings: list[Timing] = []
+        self._drafted, self._accepted = 0, 0
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> Timing:
+        self.timings.append(run(self.engine, requests, concurrency))
+        return self.timings[-1]
+
+    def acceptance(self) -> tuple[int, int]:
+        """Returns the tokens of drafts, and of these the accepted, since the last call."""
+        load = self.engine.load()
+        found = load.num_draft_tokens - self._drafted, load.num_accepted_tokens - self._accepted
+        self._drafted, self._accepted = load.num_draft_tokens, load.num_accepted_tokens
+        return found
+
+
+def measure(
+    name: str,
+    variants: Sequence[Variant],
+    rounds: Sequence[Sequence[Request]],
+    concurrency: int,
+    drafter: ReplayedDrafter | None,
+) -> None:
+    """Runs the rounds, whose variants take turns, and prints the medians of all but the first."""
+    for variant in variants:
+        variant.timings.clear()
+        variant.acceptance()
+    num_different = 0
+    for number, requests in enumerate(rounds):
+        expected = variants[0].run(requests, concurrency).outputs
+        if drafter is not None:
+            drafter.outputs = expected
+        others = list(variants[1:])
+        for variant in others if number % 2 else reversed(others):
+            found = variant.run(requests, concurrency).outputs
+            num_different += sum(found[key] != ids for key, ids in expected.items())
+    plain = variants[0].timings
+    for variant in variants:
+        drafted, accepted = variant.acceptance()
+        pairs = list(zip(variant.timings, plain, strict=True))
+        later = pairs[1:] or pairs
+        emit(
+            workload=name,
+            concurrency=concurrency,
+            speculation=variant.mode,
+            output_tokens=variant.timings[-1].num_tokens,
+            tokens_per_step=_median([t.num_tokens / t.num_steps for t, _ in later]),
+            tokens_per_s=_median([t.num_tokens / t.seconds for t, _ in later]),
+            tokens_per_cpu_s=_median([t.num_tokens / t.cpu_s for t, _ in later]),
+            speedup=_median([other.seconds / t.seconds for t, other in later]),
+            cpu_speedup=_median([other.cpu_s / t.cpu_s for t, other in later]),
+            first_round_speedup=round(plain[0].seconds / variant.timings[0].seconds, 3),
+            draft_tokens=drafted,
+            accepted_tokens=accepted,
+            acceptance=round(accepted / drafted, 3) if drafted else None,
+            different_answers=num_different,
+        )
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def demo_prompts(adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:
+    base = base_folder(default_home())
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    template = chat_template(adapter)
+    if template is not None:
+        tokenizer.chat_template = template
+    texts = [render(tokenizer, example) for example in QUESTIONS[adapter](seed, count)]
+    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+def demo_rounds(adapter: str, rounds: int, count: int) -> Iterator[list[Request]]:
+    params = SamplingParams(max_tokens=96, temperature=0.0)
+    for number in range(rounds):
+        prompts = demo_prompts(adapter, 100 + number, count)
+        key = None if adapter == "base" else adapter
+        yield [Request(f"{adapter}-{i}", ids, params, key) for i, ids in enumerate(prompts)]
+
+
+def measure_demo(arguments: argparse.Namespace) -> None:
+    prepare(default_home())
+    config = EngineConfig(
+        model_path=str(base_folder(default_home())),
+        base_digest="speculation",
+        device="cpu",
+        dtype="float32",
+        max_model_len=2048,
+        enable_prefix_caching=False,  # the variants share the blocks' memory
+        num_threads=arguments.threads,
+        num_speculative_tokens=arguments.draft_tokens,
+    )
+    runner = ModelRunner(config)
+    for name in ADAPTERS:
+        runner.load_adapter(name, ADAPTERS_DIR / name)
+    for adapter in arguments.workloads.split(","):
+        for concurrency in map(int, arguments.concurrency.split(",")):
+            count = max(arguments.requests, 2 * concurrency)
+            variants = [Variant(mode, config, runner, None) for mode in arguments.modes]
+            rounds = list(demo_rounds(adapter, arguments.rounds, count))
+            measure(adapter, variants, rounds, concurrency, None)
+
+
+def measure_shape(arguments: argparse.Namespace) -> None:
+    shape = SHAPES[arguments.shape]
+    draw = random.Random(1)
+    drafter = ReplayedDrafter(arguments.acceptance)
+    others = {"speculation": "auto", "num_speculative_tokens": arguments.draft_tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(shape, Path(folder), arguments.device, others=others)
+        config = settings.config("off")
+        runner = ModelRunner(config)
+        params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
+        for concurrency in map(int, arguments.concurrency.split(",")):
+            variants = [Variant(mode, config, runner, drafter) for mode in arguments.modes]
+            rounds = [
+                [
+                    Request(f"r{i}", tuple(draw.choices(range(10, 1000), k=256)), params)
+                    for i in range(2 * concurrency)
+                ]
+                for _ in range(arguments.rounds)
+            ]
+            measure(arguments.shape, variants, rounds, concurrency, drafter)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", default="sql,extract,tools,base")
+    parser.add_argument("--concurrency", default="1,4,16", help="requests at a time")
+    parser.add_argument("--requests", type=int, default=8, help="of a round, at least")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, help="of torch on a CPU")
+    parser.add_argument("--draft-tokens", type=int, default=8)
+    parser.add_argument("--modes", nargs="+", default=["off", "auto", "suffix"])
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, replayed drafts")
+    parser.add_argument("--acceptance", type=float, default=0.6, help="of a replayed draft's token")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of --shape")
+    arguments = parser.parse_args()
+    if arguments.modes[0] != "off" or not {*arguments.modes} <= {*get_args(SpeculationMode)}:
+        parser.error(f"--modes: off, then others of {', '.join(get_args(SpeculationMode))}")
+    emit_machine("speculation")
+    if arguments.shape is None:
+        measure_demo(arguments)
+    else:
+        measure_shape(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Speculation on the reference backend: a real model gives the same tokens with and without it, at
+every setting of sampling, with grammars, adapters, stop tokens and migration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from engine.core import Engine
+from engine.drafts import Drafter
+from engine.runner import ModelRunner
+from engine.types import Grammar, Request, ResumedChoice, SamplingParams, Sequence, TokenOutput
+from tests.engine_helpers import make_base, make_named_adapters, make_runner
+from tests.fakes import make_config
+from tests.grammar_helpers import EOS, VOCAB, grammars, random_schema, schema_grammar
+from tests.speculation_helpers import Script, ScriptedDrafter
+
+NUM_REQUESTS = 1000
+ADAPTERS = {"qv": (4, ("q_proj", "v_proj")), "head": (8, ("o_proj", "down_proj", "lm_head"))}
+Outputs = dict[tuple[str, int], list[TokenOutput]]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    base = make_base(
+        folder, vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=EOS, num_hidden_layers=2
+    )
+    runner = make_runner(base, num_blocks=160, num_threads=1)
+    for name, path in make_named_adapters(base, ADAPTERS).items():
+        runner.load_adapter(name, path)
+    return runner
+
+
+def new_engine(
+    runner: ModelRunner, drafter: Drafter | None = None, **config: int | bool | str | None
+) -> Engine:
+    settings = make_config(block_size=runner.kv_layout.block_size, **config)
+    return Engine(settings, runner, grammars=grammars(), drafter=drafter)
+
+
+def run(engine: Engine, requests: Many[Request]) -> Outputs:
+    """Requests arrive while others run."""
+    outputs: Outputs = {}
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        if waiting and len(engine.scheduler.running) + len(engine.scheduler.waiting) < 12:
+            engine.add_request(waiting.pop(0))
+        for output in engine.step().outputs:
+            outputs.setdefault((output.request_id, output.choice), []).append(output)
+    return outputs
+
+
+def tokens(outputs: Many[TokenOutput]) -> tuple[int, ...]:
+    found: list[int] = []
+    for output in outputs:
+        assert output.offset == outputs[0].offset + len(found)
+        found += output.token_ids
+    return tuple(found)
+
+
+def ending(outputs: Many[TokenOutput]) -> tuple[str | None, int | None, str | None]:
+    return outputs[-1].finish_reason, outputs[-1].stop_token_id, outputs[-1].error
+
+
+def random_grammar(draw: random.Random) -> Grammar | None:
+    match draw.randrange(8):
+        case 0:
+            return schema_grammar(random_schema(draw, 2))
+        case 1:
+            return Grammar("regex", "(ab|cd){2,9}e?")
+        case 2:
+            return schema_grammar({"enum": ["one two", "one three"]}, starts_after=1)
+        case _:
+            return None
+
+
+def random_request(draw: random.Random, index: int, prefixes: Many[Many[int]]) -> Request:
+    grammar = random_grammar(draw)
+    max_tokens = draw.randint(1, 24)
+    is_greedy, has_penalties = draw.random() < 0.3, draw.random() < 0.25
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=0 if grammar else draw.choice((0, 0, max_tokens // 2)),
+        temperature=0.0 if is_greedy else draw.choice((0.2, 0.7, 1.0, 1.5)),
+        top_k=draw.choice((0, 0, 1, 5, 40)),
+        top_p=draw.choice((1.0, 1.0, 0.9, 0.3)),
+        min_p=draw.choice((0.0, 0.0, 0.1)),
+        repetition_penalty=1.2 if has_penalties else 1.0,
+        presence_penalty=0.5 if has_penalties else 0.0,
+        frequency_penalty=0.3 if has_penalties else 0.0,
+        logit_bias=((9, 4.0), (10, -50.0)) if draw.random() < 0.2 else (),
+        seed=draw.randint(0, 99),
+        n=draw.choice((1, 1, 1, 2)),
+        stop_token_ids=tuple(draw.sample(range(VOCAB), 8)) if draw.random() < 0.3 else (),
+        ignore_eos=grammar is None and draw.random() < 0.5,
+        logprobs=2 if draw.random() < 0.2 else None,
+        prompt_logprobs=1 if draw.random() < 0.1 else None,
+        grammar=grammar,
+    )
+    prompt = tuple(draw.choice(prefixes)[: draw.randint(1, 40)])
+    return Request(
+        f"r{index}",
+        prompt,
+        params,
+        draw.choice((None, None, *ADAPTERS)),
+        draw.choice(("", "", "salt")),
+    )
+
+
+@pytest.fixture(scope="module")
+def requests() -> tuple[Request, ...]:
+    draw = random.Random(5)
+    prefixes = [[draw.randrange(2, VOCAB) for _ in range(40)] for _ in range(4)]
+    return tuple(random_request(draw, index, prefixes) for index in range(NUM_REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner, requests: tuple[Request, ...]) -> Outputs:
+    return run(new_engine(runner), requests)
+
+
+def truth(
+    expected: Mapping[tuple[str, int], Many[TokenOutput]], sequence: Sequence
+) -> tuple[int, ...]:
+    return tokens(expected[sequence.request.request_id, sequence.choice])
+
+
+def check_same(found: Outputs, expected: Outputs) -> None:
+    for key in found:
+        outputs = expected[key]
+        assert tokens(found[key]) == tokens(outputs), key
+        assert ending(found[key]) == ending(outputs), key
+        prompts = [[p and p.token_id for p in o[0].prompt_logprobs] for o in (found[key], outputs)]
+        assert prompts[0] == prompts[1]
+        for one, other in zip(
+            [p for output in found[key] for p in output.logprobs],
+            [p for output in outputs for p in output.logprobs],
+            strict=True,
+        ):
+            assert (one.token_id, one.rank) == (other.token_id, other.rank)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("suffix", NUM_REQUESTS), ("auto", 200)])
+def test_suffix_drafts_change_no_token(
+    runner: ModelRunner,
+    requests: tuple[Request, ...],
+    expected: Outputs,
+    mode: str,
+    count: int,
+) -> None:
+    engine = new_engine(runner, speculation=mode)
+    check_same(run(engine, requests[:count]), expected)
+    load = engine.load()
+    assert load.num_free_blocks == runner.num_blocks
+    if mode == "suffix":
+        assert load.num_accepted_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("script", "count"), [("half", NUM_REQUESTS), ("right", 200), ("wrong", 200)]
+)
+def test_scripted_drafts_change_no_token(
+    runner: ModelRunner,
+    requests: tuple[Request, ...],
+    expected: Outputs,
+    script: Script,
+    count: int,
+) -> None:
+    drafter = ScriptedDrafter(script, VOCAB, partial(truth, expected))
+    engine = new_engine(runner, drafter, speculation="suffix", max_num_batched_tokens=40)
+    check_same(run(engine, requests[:count]), expected)
+    load = engine.load()
+    assert load.num_free_blocks == runner.num_blocks
+    assert (load.num_accepted_tokens > count) == (script != "wrong")
+    assert not drafter.open
+
+
+def test_a_run_that_moves_to_another_engine_goes_on_with_the_same_tokens(
+    runner: ModelRunner, requests: tuple[Request, ...], expected: Outputs
+) -> None:
+    draw = random.Random(9)
+    moved = []
+    for request in requests[:200]:
+        done = []
+        for choice in range(request.params.n):
+            output = tokens(expected[request.request_id, choice])
+            done.append(ResumedChoice(choice, output[: draw.randrange(max(1, len(output)))]))
+        moved.append(replace(request, resumed=tuple(done)))
+    drafter = ScriptedDrafter("half", VOCAB, partial(truth, expected))
+    found = run(new_engine(runner, drafter, speculation="suffix"), moved)
+    for request in moved:
+        for choice in request.resumed:
+            key = request.request_id, choice.choice
+            assert (*choice.token_ids, *tokens(found[key])) == tokens(expected[key])
+            assert ending(found[key]) == ending(expected[key])

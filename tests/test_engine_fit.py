@@ -77,7 +77,7 @@ def test_the_bytes_of_quantized_bases_are_those_that_are_loaded(
 
 def test_a_base_in_4_bits_leaves_more_room(tmp_path: Path) -> None:
     folder = write_int4(tmp_path, "gptq, sorted")[1]
-    kept, wide = estimate_fit(folder, 4 * GIB), estimate_fit(folder, 4 * GIB, "none")
+    kept, wide = estimate_fit(folder, 4 * GIB, "auto"), estimate_fit(folder, 4 * GIB)
     assert kept.weight_bytes < wide.weight_bytes
     assert kept.served_as == (
         "4 bits in 8 of 8 matrices, the rest bfloat16, Triton's kernels of 4 bits up to 256 "
@@ -128,7 +128,8 @@ def test_doctor_tells_of_a_base_before_it_is_loaded(
     tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = write_quantized(make_base(tmp_path / "base"), tmp_path / "quantized", AWQ, awq)
-    assert run("doctor", "--base", str(folder), "--memory", "80") == 0
+    asked = ("--memory", "80", "--quantization", "auto")
+    assert run("doctor", "--base", str(folder), *asked) == 0
     said = capsys.readouterr().out
     assert "awq gemm, 4 bits in groups of 16 (21 modules)" in said
     assert "dequantized to bfloat16" in said

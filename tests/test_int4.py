@@ -226,8 +226,7 @@ def test_auto_keeps_4_bits_where_kernels_multiply(
 ) -> None:
     folder = write_int4(tmp_path, "gptq")[1]
     model = read_model_config(folder)
-    config = EngineConfig(str(folder), "")
-    assert config.quantization == "auto"
+    config = EngineConfig(str(folder), "", quantization="auto")
     assert len(resolve_int4(config, model, torch.bfloat16, (9, 0))) == 8
     assert len(resolve_int4(config, model, torch.float16, (8, 0))) == 8
     with caplog.at_level(logging.INFO):
@@ -250,12 +249,12 @@ def test_auto_keeps_4_bits_where_kernels_multiply(
 
 @pytest.mark.parametrize("name", STORED)
 def test_kernels_can_be_compiled_from_config_json_alone(tmp_path: Path, name: str) -> None:
-    """Of the possible forms one is the stored one, but for the order of columns, which no kernel
+    """One of the possible forms is the stored one, but for the order of columns, which no kernel
     sees."""
     folder = write_int4(tmp_path, name)[1]
     model = read_model_config(folder)
     (folder / SINGLE_FILE).unlink()
-    config = EngineConfig(str(folder), "")
+    config = EngineConfig(str(folder), "", quantization="auto")
     found = possible_forms(config, model, torch.bfloat16, (9, 0))
     wanted = dict.fromkeys(found[0], replace(FORMS[name], has_order=False))
     assert len(wanted) == 8

@@ -290,7 +290,9 @@ def adapters(plain: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
     """Opens the engine of `quantization: auto`."""
-    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
+    return open_runner(
+        base, adapters, "cuda", backend="triton", dtype="bfloat16", quantization="auto"
+    )
 
 
 def test_auto_serves_the_integers(runner: ModelRunner) -> None:

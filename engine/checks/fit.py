@@ -75,7 +75,7 @@ class Fit:
 
 
 def estimate_fit(
-    folder: Path, memory_bytes: int | None = None, quantization: QuantizationSetting = "auto"
+    folder: Path, memory_bytes: int | None = None, quantization: QuantizationSetting = "none"
 ) -> Fit:
     """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
     first one of this machine, or its host memory. `quantization`: as in the configuration of an

@@ -32,13 +32,14 @@ class EngineArgs(Args):
     """The device. `auto`: CUDA if there is a GPU, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and activations. `auto`: float32 on a CPU, bfloat16 on CUDA."""
-    quantization: Literal["auto", "none", "fp8", "int4"] = "auto"
-    """The layers' linears in memory; the head, the embedding and adapters keep `dtype`. `auto`:
-    those that a GPTQ, AWQ or pack-quantized checkpoint stores in 4 bits stay in 4 bits on CUDA with
-    Triton, all others are in `dtype`. `int4`: 4 bits also on a CPU, slowly; a base that is not
-    stored so is refused. `none`: all are dequantized to `dtype`. `fp8`: e4m3, quantised while the
-    base is read, half of bfloat16's bytes; weights have a scale for each output, activations one
-    for each token and step. On CUDA `fp8` needs compute capability 8.9 and bfloat16."""
+    quantization: Literal["auto", "none", "fp8", "int4"] = "none"
+    """The layers' linears in memory; the head, the embedding and adapters keep `dtype`. `none`: all
+    are dequantized to `dtype`. `auto`: those that a GPTQ, AWQ or pack-quantized checkpoint stores
+    in 4 bits stay in 4 bits on CUDA with Triton, by kernels that have run in Triton's interpreter
+    alone; all others are in `dtype`. `int4`: 4 bits also on a CPU, slowly; a base that is not
+    stored so is refused. `fp8`: e4m3, quantised while the base is read, half of bfloat16's bytes;
+    weights have a scale for each output, activations one for each token and step. On CUDA `fp8`
+    needs compute capability 8.9 and bfloat16."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)

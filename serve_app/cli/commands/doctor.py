@@ -66,7 +66,7 @@ def doctor(
         for finding in (
             _findings(port)
             if base is None
-            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "auto"))
+            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "none"))
         ):
             findings.append(finding)
             failed += finding.state == "fail"

@@ -88,7 +88,7 @@ def doctor(
     ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option("--quantization", help="engine.quantization for --base; default: auto"),
+        typer.Option("--quantization", help="engine.quantization for --base; default: none"),
     ] = None,
     json: Json = False,
 ) -> None:

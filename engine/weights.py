@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, Cut
 from engine.model_config import ModelConfig
-from engine.weight_shapes import expected_shapes, is_norm
+from engine.parallel.shards import Shard
+from engine.weight_shapes import expected_shapes, is_matrix, is_norm
 from kernels.e4m3 import E4m3Rows, Matrix, empty_rows
 
 
@@ -41,7 +42,7 @@ class Weights:
     embedding: torch.Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
-    head: torch.Tensor  # [V, H], the embedding itself if tied
+    head: torch.Tensor  # [V, H], or this rank's rows; the embedding itself, or a view, if tied
     # All of them by the names of the files, parts of fused ones as views. A tied head is the
     # embedding's own object.
     parameters: Mapping[str, Matrix]
@@ -54,21 +55,38 @@ def load_weights(
     device: torch.device,
     *,
     is_fp8: bool = False,
+    shard: Shard | None = None,
 ) -> Weights:
-    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
+    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows. `shard`: the part that
+    is read and kept, of this base; not with `is_fp8`."""
+    shard = shard or Shard(config)
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8, shard=shard)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
     offset = config.family.norm_offset
     checkpoint = Checkpoint(folder, config)
     taken: set[str] = set()
+    if shard.size > 1:
+        assert not is_fp8
+        for name, place in builder.places.items():
+            if name.endswith(".bias") and not shard.adds_bias(name.removesuffix(".bias")):
+                assert isinstance(place, torch.Tensor)
+                place.zero_()
+                taken.add(name)
     for name, place in builder.places.items():
         if not isinstance(place, E4m3Rows):
             continue
         if (stored := checkpoint.e4m3_rows(name.removesuffix(".weight"))) is not None:
             place.copy_(E4m3Rows(*stored))
             taken.add(name)
-    for name, rows, tensor in checkpoint.stream(device, leave_out=taken):
+
+    def cut_of(name: str) -> Cut:
+        module = name.rpartition(".")[0]
+        return Cut(shard.outputs(module), shard.inputs(module) if is_matrix(name) else None)
+
+    for name, rows, tensor in checkpoint.stream(
+        device, leave_out=taken, cut_of=cut_of if shard.size > 1 else None
+    ):
         place = builder.places[name][rows]
         if isinstance(place, E4m3Rows):
             place.write_(tensor)
@@ -87,12 +105,17 @@ def empty_weights(
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
+    shard: Shard | None = None,
 ) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
-    so that activations keep their size; the same on every call with one device and shape. In FP8,
-    those of the other type quantised."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8)
+    so that activations keep their size; the same on every call with one device and shape, hence the
+    embedding on all ranks. In FP8, those of the other type quantised."""
+    builder = _Builder(config, dtype, device, is_fp8=is_fp8, shard=shard)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
@@ -112,12 +135,23 @@ class _Builder:
     """Allocates the parameters and records, for each tensor of the files, its destination."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_fp8: bool,
+        shard: Shard | None = None,
     ) -> None:
+        """`shard`: of this base; None: all of it."""
         self.places: dict[str, Matrix] = {}
         self._is_fp8 = is_fp8
+        self._shard = shard or Shard(config)
         self._config = config
-        self._shapes = expected_shapes(config)
+        self._shapes = expected_shapes(self._shard.config)
+        if "lm_head.weight" in self._shapes:
+            first, end = self._shard.vocab
+            self._shapes["lm_head.weight"] = (end - first, config.hidden_size)
         self._dtype = dtype
         self._device = device
 
@@ -125,7 +159,12 @@ class _Builder:
         embedding = self._make("model.embed_tokens.weight")
         layers = tuple(self._layer(i) for i in range(self._config.num_layers))
         norm = self._make("model.norm.weight")
-        head = embedding if self._config.ties_embeddings else self._make("lm_head.weight")
+        if not self._config.ties_embeddings:
+            head = self._make("lm_head.weight")
+        elif self._shard.size == 1:
+            head = embedding
+        else:
+            head = embedding[slice(*self._shard.vocab)]
         parameters = dict(self.places)
         if self._config.ties_embeddings:
             parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]

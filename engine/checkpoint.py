@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -304,6 +306,22 @@ class Checkpoint:
         entry = entries.get(name)
         if entry is not None and name not in expected and not bool(self._read(entry).any()):
             del entries[name]
+
+
+def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tensor | None]:
+    """Returns a function that reads a parameter of the base by its name, from any thread, one at a
+    time; None: there is none. The files are looked at when it is first called."""
+    opened = lru_cache(1)(partial(Checkpoint, folder, config))
+    read = lru_cache(1)(lambda name: opened().read(name))
+    lock = threading.Lock()
+
+    def base(name: str) -> torch.Tensor | None:
+        if name == "lm_head.weight" and config.ties_embeddings:
+            name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
+        with lock:
+            return read(name)
+
+    return base
 
 
 def _check(entry: _Entry, part: Part) -> None:

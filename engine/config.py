@@ -15,6 +15,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
     # fp8: the layers' linears in e4m3, quantised as they are read, half of bfloat16's bytes
     quantization: Literal["none", "fp8"] = "none"
+    # Ranks that compute the model together, each with a part of every layer. Sizes in bytes are
+    # those of each rank, but for adapter_host_bytes
+    tensor_parallel_size: int = 1
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import Checkpoint, Cut
+from engine.config import EngineConfig
 from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
 from engine.weight_shapes import expected_shapes, is_matrix, is_norm
@@ -60,7 +61,7 @@ def load_weights(
     """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows. `shard`: the part that
     is read and kept, of this base; not with `is_fp8`."""
     shard = shard or Shard(config)
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8, shard=shard)
+    builder = _Builder(shard, dtype, device, is_fp8=is_fp8)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
     offset = config.family.norm_offset
@@ -97,11 +98,26 @@ def load_weights(
     return weights
 
 
+def load_shard(
+    config: EngineConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
+) -> Weights:
+    """Reads a rank's part of the configured base, or makes it if the format is `dummy`."""
+    if config.load_format == "dummy":
+        return random_weights(shard.whole, dtype, device, is_fp8=is_fp8, shard=shard)
+    folder = Path(config.model_path)
+    return load_weights(folder, shard.whole, dtype, device, is_fp8=is_fp8, shard=shard)
+
+
 def empty_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
 ) -> Weights:
     """Returns weights of any content; on the meta device, shapes without memory."""
-    return _Builder(config, dtype, device, is_fp8=is_fp8).build()
+    return _Builder(Shard(config), dtype, device, is_fp8=is_fp8).build()
 
 
 def random_weights(
@@ -115,7 +131,7 @@ def random_weights(
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
     so that activations keep their size; the same on every call with one device and shape, hence the
     embedding on all ranks. In FP8, those of the other type quantised."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8, shard=shard)
+    builder = _Builder(shard or Shard(config), dtype, device, is_fp8=is_fp8)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
@@ -135,23 +151,16 @@ class _Builder:
     """Allocates the parameters and records, for each tensor of the files, its destination."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        is_fp8: bool,
-        shard: Shard | None = None,
+        self, shard: Shard, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
     ) -> None:
-        """`shard`: of this base; None: all of it."""
         self.places: dict[str, Matrix] = {}
         self._is_fp8 = is_fp8
-        self._shard = shard or Shard(config)
-        self._config = config
-        self._shapes = expected_shapes(self._shard.config)
+        self._shard = shard
+        self._config = shard.whole
+        self._shapes = expected_shapes(shard.config)
         if "lm_head.weight" in self._shapes:
-            first, end = self._shard.vocab
-            self._shapes["lm_head.weight"] = (end - first, config.hidden_size)
+            first, end = shard.vocab
+            self._shapes["lm_head.weight"] = (end - first, self._config.hidden_size)
         self._dtype = dtype
         self._device = device
 

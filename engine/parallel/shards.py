@@ -23,6 +23,7 @@ from lora.adapter import Adapter, ModuleWeights
 from lora.sites import Site, Slice
 
 Range = tuple[int, int]  # [first, end)
+MAX_RANKS = 64
 _BY_INPUTS = ("o_proj", "down_proj")
 
 

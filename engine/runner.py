@@ -179,6 +179,11 @@ class ModelRunner:
         if self._group is not None:
             self._group.watch(on_death)
 
+    @property
+    def other_pids(self) -> tuple[int, ...]:
+        """The processes of the other ranks."""
+        return () if self._group is None else self._group.pids
+
     def close(self) -> None:
         """Ends the other ranks."""
         if self._group is not None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -63,6 +63,9 @@ class Link:
         """Lets the peer see the end; the descriptor stays, as a thread may poll it."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._end.close()
 
     def _read(self, size: int) -> bytes:
         found = bytearray()
@@ -152,16 +155,19 @@ def write_step(slot: Ints, step: StepArrays) -> None:
         *(table.shape[1] for table in step.tables),
     ]
     owners = [-1 if key is None else keys.index(key) for key, _ in step.runs]
-    parts = [
-        [len(counts), *counts],
-        step.token_ids,
-        step.positions,
+    lists: list[Sequence[int]] = [
         step.query_start,
         step.kv_lens,
         step.logit_rows,
         step.prompt_rows,
         owners,
         [count for _, count in step.runs],
+    ]
+    parts: list[Ints] = [
+        np.array([len(counts), *counts], dtype=np.int64),
+        step.token_ids,
+        step.positions,
+        *(np.array(one, dtype=np.int64) for one in lists),
         np.frombuffer(text, dtype=np.int64),
         *(table.ravel() for table in step.tables),
     ]

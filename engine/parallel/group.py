@@ -68,6 +68,7 @@ class Group:
         self._segment = StepSegment(slot_ints)
         self._num_steps = 0
         self._followers: list[_Follower] = []
+        self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         try:
             for rank in range(1, size):
                 self._followers.append(_start(rank))
@@ -85,6 +86,10 @@ class Group:
             self.close()
             raise
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(follower.process.pid for follower in self._followers)
+
     def meet(self) -> Gloo:
         """Returns the exchanges, once every rank has its weights. Raises EngineError with a rank's
         reason."""
@@ -97,7 +102,7 @@ class Group:
         self.send({"num_blocks": num_blocks, "pool_bytes": pool_bytes})
         self._await_all("make its memory")
         self._folder.cleanup()
-        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+        self._watcher.start()
 
     def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:
         """Calls back once, from any thread, when a rank has died or hangs."""
@@ -133,7 +138,7 @@ class Group:
             raise self._fail(reason) from error
 
     def close(self) -> None:
-        """Ends the other ranks. Any thread may call it, and again."""
+        """Ends the other ranks. Any thread but the watcher may call it, and again."""
         with self._lock:
             self._is_closing = True
         for follower in self._followers:
@@ -145,6 +150,10 @@ class Group:
             except subprocess.TimeoutExpired:
                 follower.process.kill()
                 follower.process.wait()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for follower in self._followers:
+            follower.link.close()
         self._folder.cleanup()
 
     def _await_all(self, what: str) -> None:

@@ -36,6 +36,12 @@ class EngineArgs(Args):
     bytes. Weights have a scale for each output, activations one for each token and step; the head,
     the embedding and adapters keep `dtype`. On CUDA it needs compute capability 8.9 and
     bfloat16."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=8)
+    """Ranks that compute the base together, each with its part of every layer and of the adapters:
+    processes of one replica, on one node. It divides `num_attention_heads` and `intermediate_size`
+    of the base's config.json, and divides `num_key_value_heads` or is a multiple of it. CPU only:
+    on CUDA an engine with more than one rank is refused in this version. `num_blocks`,
+    `kv_cache_bytes` and `adapter_pool_bytes` are those of each rank."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -93,7 +99,7 @@ class EngineArgs(Args):
     seed: int = 0
     """Seeds the random numbers of requests that bring no seed."""
     num_threads: int | None = Field(default=None, ge=1, le=4096)
-    """CPU: threads of torch. By default the usable cores."""
+    """CPU: threads of torch, of each rank. By default the usable cores, shared by the ranks."""
 
     def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
         """Returns the engine's configuration on `device`, defaults of that device included."""

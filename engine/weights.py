@@ -157,10 +157,7 @@ class _Builder:
         self._is_fp8 = is_fp8
         self._shard = shard
         self._config = shard.whole
-        self._shapes = expected_shapes(shard.config)
-        if "lm_head.weight" in self._shapes:
-            first, end = shard.vocab
-            self._shapes["lm_head.weight"] = (end - first, self._config.hidden_size)
+        self._shapes = shard.shapes()
         self._dtype = dtype
         self._device = device
 

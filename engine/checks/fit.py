@@ -20,8 +20,9 @@ from engine.host_memory import available_bytes
 from engine.kv_cache import block_bytes
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
-from engine.model_config import ModelConfig, lora_sites, read_model_config
-from engine.weight_shapes import expected_shapes, is_norm
+from engine.model_config import ModelConfig, read_model_config
+from engine.parallel.shards import Shard
+from engine.weight_shapes import is_norm
 from lora.page_image import PageLayout
 
 RESERVED_BYTES = 3 * GIB  # of a CUDA device: activations, graphs and libraries
@@ -33,12 +34,13 @@ class Fit:
     stored_as: str  # the scheme of the files, in words
     served_as: str  # the type in memory, and who computes
     stored_bytes: int
-    weight_bytes: int  # in memory
+    weight_bytes: int  # in memory, of each rank
     device: str
-    memory_bytes: int  # of the device, as given or found
+    memory_bytes: int  # of the device, as given or found; of each rank
     adapter_bytes: int  # of one of rank 16 on all linear layers
     num_adapters: int  # that the pool holds by default
     kv_tokens: int  # that fit beside weights and adapters
+    num_ranks: int = 1  # each on a device of its own, or with its share of the host's memory
 
     @property
     def fits(self) -> bool:
@@ -46,10 +48,11 @@ class Fit:
 
     def facts(self) -> dict[str, str]:
         """Returns lines for users."""
+        each = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         facts = {
             "stored as": f"{self.stored_as}, {self.stored_bytes / GIB:.2f} GiB",
-            "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB",
-            "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB",
+            "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB{each}",
+            "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB{each}",
         }
         if not self.fits:
             return facts | {"fits": "no: nothing is left for KV"}
@@ -59,11 +62,13 @@ class Fit:
         }
 
 
-def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
+def estimate_fit(folder: Path, memory_bytes: int | None = None, num_ranks: int = 1) -> Fit:
     """Reads headers only. `memory_bytes`: of a CUDA device that is meant; None: the first one of
-    this machine, or its host memory. Raises UnsupportedModelError, with the tensor or key and the
-    reason, for a base that the engine refuses."""
+    this machine, or its host memory. `num_ranks`: those that share the base, each on such a device,
+    or all in the host's memory. Raises UnsupportedModelError, with the tensor or key and the
+    reason, for a base that the engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
+    shard = Shard(config, 0, num_ranks)
     checkpoint = Checkpoint(folder, config)
     devices = describe_devices()
     is_cuda = memory_bytes is not None or bool(devices.cuda)
@@ -73,9 +78,9 @@ def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
     elif devices.cuda:
         device, memory_bytes = devices.cuda[0].name, devices.cuda[0].memory_bytes
     else:
-        device, memory_bytes = "CPU", available_bytes()
-    weights = weight_bytes(config, dtype)
-    page = PageLayout(lora_sites(config), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
+        device, memory_bytes = "CPU", available_bytes() // num_ranks
+    weights = weight_bytes(config, dtype, shard)
+    page = PageLayout(shard.sites(), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
     pool = default_adapter_pool_bytes(
         total=memory_bytes,
@@ -93,7 +98,8 @@ def estimate_fit(folder: Path, memory_bytes: int | None = None) -> Fit:
         memory_bytes=memory_bytes,
         adapter_bytes=page,
         num_adapters=pool // page,
-        kv_tokens=_kv_tokens(config, max(0, left), dtype, runs_ahead=is_cuda),
+        kv_tokens=_kv_tokens(shard.config, max(0, left), dtype, runs_ahead=is_cuda),
+        num_ranks=num_ranks,
     )
 
 
@@ -105,12 +111,13 @@ def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_
     return layout.num_tokens(max(0, num_blocks), uncommitted, length)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of all weights in memory, norms of some families in float32."""
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, shard: Shard | None = None) -> int:
+    """Returns the bytes of all weights, or of a rank's, in memory; norms of some families are in
+    float32."""
     is_wide = config.family.has_wide_norms
     return sum(
         math.prod(shape) * (4 if is_wide and is_norm(name) else dtype.itemsize)
-        for name, shape in expected_shapes(config).items()
+        for name, shape in (shard or Shard(config)).shapes().items()
     )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig, lora_sites
+from engine.weight_shapes import expected_shapes
 from lora.adapter import Adapter, ModuleWeights
 from lora.sites import Site, Slice
 
@@ -76,6 +77,14 @@ class Shard:
     def vocab_width(self) -> int:
         """The columns of logits that each rank contributes; the last ones may be padding."""
         return -(-self.whole.vocab_size // self.size)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of `expected_shapes` on this rank."""
+        shapes = expected_shapes(self.config)
+        if "lm_head.weight" in shapes:
+            first, end = self.vocab
+            shapes["lm_head.weight"] = (end - first, self.whole.hidden_size)
+        return shapes
 
     def sites(self) -> tuple[Site, ...]:
         """Returns the adaptable sites with this rank's sizes."""

@@ -44,16 +44,18 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -> None:
+def doctor(port: int, base: Path | None, memory_gib: float | None, ranks: int, json: bool) -> None:
     if memory_gib is not None and base is None:
         raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
+    if ranks != 1 and base is None:
+        raise Failure(f"--ranks is {ranks}: it is for --base FOLDER, which is missing")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
     with console.status("Looking"):
-        for finding in _findings(port) if base is None else _base(base, memory_gib):
+        for finding in _findings(port) if base is None else _base(base, memory_gib, ranks):
             findings.append(finding)
             failed += finding.state == "fail"
             colour = _COLOURS[finding.state]
@@ -68,10 +70,11 @@ def doctor(port: int, base: Path | None, memory_gib: float | None, json: bool) -
         raise Failure(f"{failed} of these must be put right before {what}")
 
 
-def _base(folder: Path, memory_gib: float | None) -> Iterator[Finding]:
+def _base(folder: Path, memory_gib: float | None, ranks: int) -> Iterator[Finding]:
     """Checks a base's folder by the headers of its files."""
     try:
-        fit = estimate_fit(folder, None if memory_gib is None else int(memory_gib * _GIB))
+        memory_bytes = None if memory_gib is None else int(memory_gib * _GIB)
+        fit = estimate_fit(folder, memory_bytes, ranks)
     except UnsupportedModelError as error:
         yield Finding("base", "fail", str(error))
         return

@@ -86,6 +86,12 @@ def doctor(
         float | None,
         typer.Option("--memory", min=0.1, max=1e6, help="GiB of the GPU that --base is for"),
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--ranks", min=1, max=8, help="Ranks that share --base, as tensor_parallel_size"
+        ),
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""

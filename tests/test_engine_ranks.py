@@ -128,6 +128,25 @@ def test_random_steps_of_two_ranks_give_the_samples_of_one(
     assert all(map(_close, both, alone))
 
 
+def test_an_adapter_that_comes_again_is_the_new_one_on_all_ranks(
+    base: Path, adapters: dict[str, Path], runners: tuple[ModelRunner, ModelRunner]
+) -> None:
+    other = make_named_adapters(base, {"other": (5, ("q_proj", "down_proj"))})["other"]
+    found: list[list[Sample]] = []
+    for runner in runners:
+        found.append([])
+        for path in (adapters["all"], other):
+            runner.load_adapter("again", path)
+            acquire(runner, "again")
+            sequence = make_sequence(random_prompt(9, 5), 0, _LOGPROBS, "again")
+            found[-1] += step(runner, part(sequence))
+            runner.adapters.release("again")
+            assert runner.unload_adapter("again")
+    alone, both = found
+    assert all(map(_close, both, alone))
+    assert not _close(both[0], both[1])
+
+
 def _engine_tokens(engine: Engine, adapters: list[str]) -> dict[tuple[str, int], list[int]]:
     """Runs requests with equal beginnings and more KV than there are blocks."""
     shared = random_prompt(24, seed=99)

@@ -14,7 +14,7 @@ import pytest
 from registry.catalog import Catalog
 from tests.fakes_registry import FolderRegistry
 from tests.serve_folders import make_adapter_folder, make_base_folder
-from tests.serve_rig import Rig, metric, processes, rig_args, run_on_cpu
+from tests.serve_rig import Rig, end_application, metric, processes, rig_args, run_on_cpu
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
@@ -100,3 +100,9 @@ def test_no_request_fails_when_a_rank_is_killed(client: httpx.Client, rank: str)
             one.result()
     assert metric(client, MOVED, result="ok", reason="death") > moved
     assert metric(client, "loraplex_requests_lost_total") == 0
+
+
+def test_all_ranks_end_with_their_application(client: httpx.Client) -> None:
+    assert len(processes(OTHER)) == REPLICAS
+    end_application()
+    eventually(lambda: not processes(OTHER) and not processes(FIRST))

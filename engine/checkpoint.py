@@ -167,11 +167,11 @@ class Checkpoint:
         step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
         begin = 0
         for start, end in cut.rows or ((0, num_rows),):
-            # Slices begin at multiples: the rows before `start` are dequantized and left out.
+            # Slices begin and end at multiples: rows outside the range are left out afterwards.
             for first in range(start // ROW_MULTIPLE * ROW_MULTIPLE, end, step):
-                last = min(first + step, end)
+                last = min(first + step, num_rows, -(-end // ROW_MULTIPLE) * ROW_MULTIPLE)
                 rows = dequantize(weight.scheme, weight.shape, parts, first, last)
-                rows = rows[max(0, start - first) :]
+                rows = rows[max(0, start - first) : end - first]
                 if cut.columns is not None:
                     rows = rows[:, slice(*cut.columns)]
                 yield slice(begin, begin + len(rows)), rows

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from engine.device_memory import (
     peak_bytes,
 )
 from engine.device_step import DeviceSteps
-from engine.errors import EngineDeadError
 from engine.host_memory import available_bytes
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
 from engine.kv_layout import kv_layout
@@ -79,7 +77,8 @@ class ModelRunner:
                 f"max_lora_rank is {config.max_lora_rank}, but must be between 1 and {limit}"
             )
         # Not torch's own default: Ray sets it to 1 in an actor that reserves no CPUs.
-        self.num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0)) // max(1, config.tensor_parallel_size)
+        self.num_threads = config.num_threads or max(1, num_cores)
         torch.set_num_threads(self.num_threads)
         self.device = resolve_device(config)
         uses_triton = resolve_backend(config, self.device)
@@ -100,7 +99,7 @@ class ModelRunner:
         self._sites = self._shard.sites()
         self._whole_sites = lora_sites(self.model_config)  # those that adapters' files are for
         check_asked_memory(config, self.device)
-        self._group = self._start_group(config)
+        self.group = self._start_group(config)  # the other ranks; None: there are none
         try:
             self._open(config, folder, uses_triton)
         except BaseException:
@@ -109,7 +108,7 @@ class ModelRunner:
         logger.info(
             "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,
-            self.device if self._group is None else f"{self._group.size} ranks of {self.device}",
+            self.device if self.group is None else f"{self.group.size} ranks of {self.device}",
             self.dtype,
             ", linears in FP8" if self._is_fp8 else "",
             self.num_blocks,
@@ -119,16 +118,12 @@ class ModelRunner:
 
     def _start_group(self, config: EngineConfig) -> Group | None:
         """Starts the other ranks, if there are any."""
-        size = self._shard.size
-        if size == 1:
+        if self._shard.size == 1:
             return None
         num_tables = len(self.kv_layout.groups)
         limits = step_limits(config, self._own_config, self.max_model_len, num_tables)
-        slot = slot_size(max_step_tokens(config), limits.max_seqs, limits.max_blocks, num_tables)
-        if config.num_threads is None:
-            self.num_threads = max(1, self.num_threads // size)
-            torch.set_num_threads(self.num_threads)
-        return Group(config, size, slot, self.num_threads)
+        slot_ints = slot_size(max_step_tokens(config), limits)
+        return Group(config, self._shard.size, slot_ints, self.num_threads)
 
     def _open(self, config: EngineConfig, folder: Path, uses_triton: bool) -> None:
         """Loads the base and makes the memory, on this rank and with the others."""
@@ -141,11 +136,11 @@ class ModelRunner:
             self._weights, weight_bytes = self._load(config)
         # For the norms of DoRA's rows, which are computed while steps run.
         self._beside = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
-        ranks = SOLO if self._group is None else self._group.meet()
+        ranks = SOLO if self.group is None else self.group.meet()
         self._model = Model(self._own_config, self._weights, self.max_model_len, ranks)
         # The files have the whole of what a rank has a part of.
         self._base_parameter: BaseParameter = self._weights.parameters.get
-        if self._group is not None:
+        if self.group is not None:
             self._base_parameter = base_reader(folder, self.model_config)
         weight_bytes += self._model.table_bytes if empty is not None else 0
         self.adapters = self._make_pool(config, weight_bytes)
@@ -158,8 +153,8 @@ class ModelRunner:
             "making the KV blocks", ("gpu_memory_utilization", "num_blocks")
         ):
             self._kv = self._allocate_kv(self.num_blocks)
-        if self._group is not None:
-            self._group.serve(self.num_blocks, self._pool_bytes)
+        if self.group is not None:
+            self.group.serve(self.num_blocks, self._pool_bytes)
         self._steps = self._make_steps(self._kv, config, uses_triton)
         if isinstance(self._steps, DeviceSteps) and empty and not config.enforce_eager:
             with explain_out_of_memory(
@@ -174,20 +169,10 @@ class ModelRunner:
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
 
-    def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:
-        """Calls back once, from any thread, when another rank has died or hangs."""
-        if self._group is not None:
-            self._group.watch(on_death)
-
-    @property
-    def other_pids(self) -> tuple[int, ...]:
-        """The processes of the other ranks."""
-        return () if self._group is None else self._group.pids
-
     def close(self) -> None:
         """Ends the other ranks."""
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -271,9 +256,9 @@ class ModelRunner:
         budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
         self._pool_bytes = budgets.pool_bytes
         max_list = -(-self._max_lora_rank // PAGE_ROWS)
-        if self._group is not None:
+        if self.group is not None:
             return GroupPool(
-                self._group,
+                self.group,
                 self._shard,
                 budgets.pool_bytes,
                 self.dtype,
@@ -374,7 +359,7 @@ class ModelRunner:
     ) -> DeviceSteps | ReferenceSteps:
         model = self._own_config
         if not uses_triton:
-            return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids, self._group)
+            return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids, self.group)
         return DeviceSteps(
             self._model,
             kv,

@@ -206,7 +206,8 @@ async def _killed(base: Path, kill: signal.Signals, *, is_busy: bool) -> float:
         return FolderReader(runner)
 
     engine = await asyncio.to_thread(open_engine, config, reader_of)
-    (pid,) = runners[0].other_pids
+    assert runners[0].group is not None
+    (pid,) = runners[0].group.pids
     died = threading.Event()
     engine.on_death(lambda _: died.set())
     engine.start()
@@ -256,7 +257,7 @@ from engine.config import EngineConfig
 from engine.runner import ModelRunner
 runner = ModelRunner(EngineConfig(sys.argv[1], "base", device="cpu", tensor_parallel_size=2,
                                   num_threads=1, num_blocks=8))
-print(runner.other_pids[0], flush=True)
+print(runner.group.pids[0], flush=True)
 time.sleep(600)
 """
 

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from engine.inputs import StepArrays, step_arrays
 from engine.parallel.channel import Link, Shared, StepSegment, slot_size
+from engine.step_inputs import StepLimits
 from engine.types import SamplingParams, ScheduledBatch
+from kernels.paged_plan import HeadShape
 from tests.engine_helpers import BLOCK_SIZE, GREEDY, make_sequence, part, random_prompt
 
-_MAX_TOKENS, _MAX_SEQS, _MAX_BLOCKS = 200, 6, 24
+_MAX_SEQS = 6
+_LIMITS = StepLimits(_MAX_SEQS, 24 * BLOCK_SIZE, BLOCK_SIZE, HeadShape(6, 2, 16), 512)
 _PARAMS = (GREEDY, SamplingParams(prompt_logprobs=1))
 _PARTS = st.lists(
     st.tuples(
@@ -33,7 +36,7 @@ _PARTS = st.lists(
 
 
 def _segment() -> StepSegment:
-    return StepSegment(slot_size(_MAX_TOKENS, _MAX_SEQS, _MAX_BLOCKS, 1))
+    return StepSegment(slot_size(12 * _MAX_SEQS, _LIMITS))
 
 
 def _step(parts: list[tuple[int, str | None, int, SamplingParams]]) -> StepArrays:

@@ -22,6 +22,7 @@ import torch
 
 from engine.inputs import Ints, StepArrays
 from engine.parallel.shards import MAX_RANKS
+from engine.step_inputs import StepLimits
 
 _LENGTH = struct.Struct("<I")
 _SEND_S = 10.0  # a peer that reads nothing for so long hangs
@@ -132,11 +133,11 @@ class StepSegment:
         return read_step(self._slots[slot])
 
 
-def slot_size(max_tokens: int, max_seqs: int, max_blocks: int, num_tables: int) -> int:
+def slot_size(max_tokens: int, limits: StepLimits) -> int:
     """Returns the integers that a step of this size takes at most. Of memory that no step has
     touched, the system has no pages."""
-    rows = 3 * max_tokens + 2 * max_seqs
-    return rows + max_seqs * (8 + num_tables * max_blocks + _KEY_INTS) + 64
+    of_sequence = 10 + limits.num_tables * limits.max_blocks + _KEY_INTS
+    return 3 * max_tokens + limits.max_seqs * of_sequence + 64
 
 
 def write_step(slot: Ints, step: StepArrays) -> None:

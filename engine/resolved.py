@@ -88,7 +88,7 @@ def resolve_shard(
             raise UnsupportedModelError(where + "on CUDA only 1 is supported in this version")
         if uses_triton:
             raise UnsupportedModelError(where + "backend triton supports only 1, use reference")
-        if config.quantization != "none":
+        if config.quantization not in ("none", "auto"):
             raise UnsupportedModelError(
                 where + f"quantization {config.quantization} supports only 1, use none"
             )

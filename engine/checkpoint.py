@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -50,6 +52,18 @@ _SLICE_ELEMENTS = 4 * 1024 * 1024  # of float32 temporaries
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a tensor: ranges [first, end) of its rows, one after the other, and of its
+    columns."""
+
+    rows: Sequence[tuple[int, int]] | None = None  # None: all
+    columns: tuple[int, int] | None = None  # None: all
+
+
+_WHOLE = Cut()
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """A tensor of the files."""
 
@@ -80,6 +94,7 @@ class Checkpoint:
         self._open: tuple[Path, safe_open] | None = None  # one file: its pages can be dropped
         entries = self._read_headers(weight_files(folder))
         self.num_bytes = sum(path.stat().st_size for path in weight_files(folder))
+        self.num_bytes_read = 0  # of tensors and of their slices
         self._sort(entries)
 
     @property
@@ -87,10 +102,15 @@ class Checkpoint:
         return len(self._quantized)
 
     def stream(
-        self, device: torch.device, leave_out: Container[str] = ()
+        self,
+        device: torch.device,
+        leave_out: Container[str] = (),
+        cut_of: Callable[[str], Cut] | None = None,
     ) -> Iterator[tuple[str, slice, torch.Tensor]]:
         """Yields every expected tensor once, but for those left out, in slices of rows: its name in
-        a model of text, the rows, and these on the device, in float32 if they are dequantized."""
+        a model of text, the rows, and these on the device, in float32 if they are dequantized.
+        `cut_of`: the part of each that is yielded, whose rows are counted from 0; of a plain tensor
+        no more than that is read."""
         first = self._plain | {
             name: next(iter(weight.parts.values())) for name, weight in self._quantized.items()
         }
@@ -98,11 +118,12 @@ class Checkpoint:
         for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
             if name in leave_out:
                 continue
+            cut = _WHOLE if cut_of is None else cut_of(name)
             if name in self._plain:
-                yield name, slice(None), self._read(self._plain[name])
+                yield from ((name, *part) for part in self._plain_parts(self._plain[name], cut))
             else:
                 weight = self._quantized[name]
-                yield from ((name, rows, part) for rows, part in self._dequantized(weight, device))
+                yield from ((name, *part) for part in self._dequantized(weight, device, cut))
 
     def read(self, name: str) -> torch.Tensor | None:
         """Returns a tensor by its name in a model of text; None: there is none."""
@@ -157,24 +178,60 @@ class Checkpoint:
         assert scheme is not None
         order = None if order is None else order.to(device)
         parts = self._prepared(weight, device)
-        for rows in _row_slices(weight.shape):
-            yield rows, integers_of(scheme, weight.shape[1], parts, rows, order, has_zeros)
+        num_rows, columns = weight.shape
+        step = _slice_rows(columns)
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            yield rows, integers_of(scheme, columns, parts, rows, order, has_zeros)
+
+    def _plain_parts(self, entry: _Entry, cut: Cut) -> Iterator[tuple[slice, torch.Tensor]]:
+        if cut.rows is None and cut.columns is None:
+            yield slice(None), self._read(entry)
+            return
+        begin = 0
+        for first, end in cut.rows or ((0, entry.shape[0]),):
+            part = self._read(entry, slice(first, end), cut.columns)
+            yield slice(begin, begin + len(part)), part
+            begin += len(part)
 
     def _dequantized(
-        self, weight: _Weight, device: torch.device
+        self, weight: _Weight, device: torch.device, cut: Cut = _WHOLE
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         parts = self._prepared(weight, device)
-        for rows in _row_slices(weight.shape):
-            yield rows, dequantize(weight.scheme, weight.shape, parts, rows.start, rows.stop)
+        num_rows, columns = weight.shape
+        step = _slice_rows(columns)
+        begin = 0
+        for start, end in cut.rows or ((0, num_rows),):
+            # Slices begin and end at multiples: rows outside the range are left out afterwards.
+            for first in range(start // ROW_MULTIPLE * ROW_MULTIPLE, end, step):
+                last = min(first + step, num_rows, -(-end // ROW_MULTIPLE) * ROW_MULTIPLE)
+                rows = dequantize(weight.scheme, weight.shape, parts, first, last)
+                rows = rows[max(0, start - first) : end - first]
+                if cut.columns is not None:
+                    rows = rows[:, slice(*cut.columns)]
+                yield slice(begin, begin + len(rows)), rows
+                begin += len(rows)
 
     def _prepared(self, weight: _Weight, device: torch.device) -> dict[str, torch.Tensor]:
         parts = {name: self._read(entry).to(device) for name, entry in weight.parts.items()}
         return prepare(weight.scheme, weight.shape, parts)
 
-    def _read(self, entry: _Entry) -> torch.Tensor:
+    def _read(
+        self, entry: _Entry, rows: slice | None = None, columns: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """Reads a tensor, or some rows and columns of one."""
         if self._open is None or self._open[0] != entry.path:
             self._open = (entry.path, safe_open(entry.path, framework="pt"))
-        tensor: torch.Tensor = self._open[1].get_tensor(entry.key)  # type: ignore[no-untyped-call]
+        file = self._open[1]
+        tensor: torch.Tensor
+        if rows is None:
+            tensor = file.get_tensor(entry.key)  # type: ignore[no-untyped-call]
+        elif columns is None:
+            tensor = file.get_slice(entry.key)[rows]  # type: ignore[no-untyped-call]
+        else:
+            part = file.get_slice(entry.key)  # type: ignore[no-untyped-call]
+            tensor = part[rows, slice(*columns)]
+        self.num_bytes_read += tensor.nbytes
         return tensor
 
     def _read_headers(self, files: list[Path]) -> dict[str, _Entry]:
@@ -290,11 +347,24 @@ class Checkpoint:
             del entries[name]
 
 
-def _row_slices(shape: tuple[int, int]) -> Iterator[slice]:
-    num_rows, columns = shape
-    step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    for first in range(0, num_rows, step):
-        yield slice(first, min(first + step, num_rows))
+def _slice_rows(columns: int) -> int:
+    return max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+
+
+def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tensor | None]:
+    """Returns a function that reads a parameter of the base by its name, from any thread, one at a
+    time; None: there is none. The files are looked at when it is first called."""
+    opened = lru_cache(1)(partial(Checkpoint, folder, config))
+    read = lru_cache(1)(lambda name: opened().read(name))
+    lock = threading.Lock()
+
+    def base(name: str) -> torch.Tensor | None:
+        if name == "lm_head.weight" and config.ties_embeddings:
+            name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
+        with lock:
+            return read(name)
+
+    return base
 
 
 def _check(entry: _Entry, part: Part) -> None:

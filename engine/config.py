@@ -21,6 +21,9 @@ class EngineConfig:
     # bits stay so where kernels multiply them; int4: everywhere; fp8: e4m3, quantised as they are
     # read. The kernels of 4 bits have not run on a GPU: auto is not the default.
     quantization: QuantizationSetting = "none"
+    # Ranks that compute the model together, each with a part of every layer. Sizes in bytes are
+    # those of each rank, but for adapter_host_bytes
+    tensor_parallel_size: int = 1
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block

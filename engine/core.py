@@ -155,7 +155,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends the threads that compile grammars, once no step follows."""
+        """Ends other threads and processes, once no step follows."""
+        self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
 

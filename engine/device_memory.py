@@ -54,7 +54,8 @@ def check_asked_memory(config: EngineConfig, device: torch.device) -> None:
         total = int(torch.cuda.mem_get_info(device)[1])
         check_asked(on_device, total, "the device")
     else:
-        on_host |= on_device
+        ranks = config.tensor_parallel_size  # each has its own, on the same host
+        on_host |= {key: size and size * ranks for key, size in on_device.items()}
     check_asked(on_host, total_bytes(), "this machine")
 
 

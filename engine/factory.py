@@ -77,4 +77,6 @@ def open_engine(
     engine = AsyncEngine(Engine(config, runner, grammars=grammars), reader_of(runner))
     # Otherwise the engine's thread would take over the number of the threads that read adapters.
     engine.call_first(partial(torch.set_num_threads, runner.num_threads))
+    if runner.group is not None:
+        runner.group.watch(engine.fail)
     return engine

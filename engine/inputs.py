@@ -88,42 +88,77 @@ class ForwardInputs:
         return self.lora if self.reach in (*reaches, LoraReach.AFFINE) else None
 
 
-def build_inputs(
-    batch: ScheduledBatch, block_size: int, device: torch.device, pool: AdapterPool
-) -> ForwardInputs:
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """All that a step's forward pass reads of its batch, without objects of the scheduler."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    query_start: list[int]  # [S + 1]
+    kv_lens: list[int]  # [S]
+    tables: tuple[Ints, ...]  # each [S, blocks]
+    logit_rows: tuple[int, ...]  # sampling rows, then prompt rows
+    num_samples: int  # of logit_rows
+    prompt_rows: tuple[int, ...]  # of each sequence that has some, how many of logit_rows
+    runs: tuple[tuple[str | None, int], ...]  # adapter key and number of tokens, in order
+
+
+def step_arrays(batch: ScheduledBatch, block_size: int) -> StepArrays:
     parts = batch.sequences
-    lengths = [part.end - part.start for part in parts]
-    query_start = [0, *np.cumsum(lengths).tolist()]
+    query_start = [0, *np.cumsum([part.end - part.start for part in parts]).tolist()]
     token_ids = [
         token
         for part in parts
         for token in (*part.sequence.token_ids[part.start : part.known_end], *part.draft)
     ]
-    positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
     tables = [block_tables([part.sequence.block_table for part in parts], parts, block_size)]
     if parts[0].sequence.window_table:
         tables.append(block_tables([p.sequence.window_table for p in parts], parts, block_size))
-    owner, offsets = np.repeat(np.arange(len(parts)), lengths), positions % block_size
-    kv_lens = [part.end for part in parts]
-    rows = logit_rows(parts, query_start)
-    lora = lora_batch(parts, pool, device)
+    return StepArrays(
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=np.concatenate([np.arange(part.start, part.end) for part in parts]),
+        query_start=query_start,
+        kv_lens=[part.end for part in parts],
+        tables=tuple(tables),
+        logit_rows=logit_rows(parts, query_start),
+        num_samples=sum(part.samples + len(part.draft) for part in parts),
+        prompt_rows=tuple(count for part in parts if (count := num_prompt_logprobs(part))),
+        runs=tuple(adapter_runs(parts)),
+    )
+
+
+def forward_inputs(
+    step: StepArrays, block_size: int, device: torch.device, pool: AdapterPool
+) -> ForwardInputs:
+    lengths = np.diff(step.query_start)
+    owner, offsets = np.repeat(np.arange(len(lengths)), lengths), step.positions % block_size
+    lora = build_lora_batch(pool, step.runs, device)
     return ForwardInputs(
-        token_ids=_to_device(np.array(token_ids, dtype=np.int64), device),
-        positions=_to_device(positions, device),
+        token_ids=_to_device(step.token_ids, device),
+        positions=_to_device(step.positions, device),
         slots=tuple(
-            _to_device(one[owner, positions // block_size] * block_size + offsets, device)
-            for one in tables
+            _to_device(one[owner, step.positions // block_size] * block_size + offsets, device)
+            for one in step.tables
         ),
         attention=tuple(
-            plan_attention(query_start, kv_lens, _to_device(one, device), block_size)
-            for one in tables
+            plan_attention(step.query_start, step.kv_lens, _to_device(one, device), block_size)
+            for one in step.tables
         ),
-        logit_rows=_to_device(np.array(rows, dtype=np.int64), device),
-        host_logit_rows=rows,
-        num_samples=sum(part.samples + len(part.draft) for part in parts),
+        logit_rows=_to_device(np.array(step.logit_rows, dtype=np.int64), device),
+        host_logit_rows=step.logit_rows,
+        num_samples=step.num_samples,
         lora=lora,
         head_lora=lora,
     )
+
+
+def build_inputs(
+    batch: ScheduledBatch, block_size: int, device: torch.device, pool: AdapterPool
+) -> ForwardInputs:
+    return forward_inputs(step_arrays(batch, block_size), block_size, device, pool)
 
 
 def logit_rows(parts: tuple[ScheduledSequence, ...], query_start: list[int]) -> tuple[int, ...]:
@@ -166,7 +201,5 @@ def block_tables(
     return tables
 
 
-def _to_device(
-    array: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device
-) -> torch.Tensor:
+def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)

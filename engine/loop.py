@@ -35,9 +35,10 @@ class EngineLoop:
         self.on_death: list[Callable[[EngineDeadError], None]] = []
         self.load: EngineLoad = engine.load()  # after the newest step or command
         self._engine = engine
-        self._wakeup = threading.Condition()  # guards the next three fields
+        self._wakeup = threading.Condition()  # guards the next four fields
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._is_stopping = False
+        self._fault: EngineDeadError | None = None  # from outside, for the thread to raise
         self._death: EngineDeadError | None = None
         self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []  # this thread's only
         self._step_began_s: float | None = None
@@ -56,6 +57,12 @@ class EngineLoop:
             self._thread.join()
         elif self._death is None:  # never started
             self._die(EngineDeadError("the engine was stopped"))
+
+    def fail(self, fault: EngineDeadError) -> None:
+        """Ends the loop with this error before its next step. Any thread may call it."""
+        with self._wakeup:
+            self._fault = fault
+            self._wakeup.notify()
 
     def call(self, command: Callable[[], None]) -> Future[None]:
         """Runs a command between two steps. Once the loop has ended, the future holds
@@ -112,12 +119,15 @@ class EngineLoop:
             is_called = self._wakeup.wait_for(
                 lambda: (
                     self._is_stopping
+                    or self._fault
                     or self._commands
                     or (self._engine.has_work and not self._engine.is_stuck)
                 ),
                 _WATCH_S if self._engine.has_work else None,
             )
             self._is_overdue = not is_called
+            if self._fault is not None and not self._is_stopping:
+                raise self._fault
             return not self._is_stopping
 
     def _turn(self) -> None:

@@ -9,19 +9,20 @@ own sequence only, up to the rounding of the matrix products. Free of requests.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 
 from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig, lora_sites
 from engine.rope import RopeConfig, cos_sin_table
-from engine.weights import Weights
+from engine.weights import LayerWeights, Weights
+from kernels.collective import SOLO, Collective
 from kernels.embedding import gather_embedding
 from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import LoraPlan
 from kernels.paged_attention import paged_attention
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import rms_norm, rms_norm_of_ranks_
 from kernels.rope_write import QueryScaling, RopeWrite
 from lora.layers import (
     Product,
@@ -37,9 +38,18 @@ from lora.pool import AdapterPool
 
 
 class Model:
-    def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_len: int,
+        ranks: Collective = SOLO,
+    ) -> None:
+        """`config` and `weights`: those of this rank's shard. All of the `ranks` make the same
+        calls with the same inputs."""
         self.config = config
         self.weights = weights
+        self._ranks = ranks
         tables: dict[RopeConfig | None, torch.Tensor | None] = {
             rope: _cos_sin(rope, config, weights, max_len) for rope in set(config.ropes)
         }
@@ -147,6 +157,8 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input of what follows, and the new residual."""
         eps = self.config.rms_norm_eps
+        if self._ranks.size > 1:
+            added = Product(self._ranks.all_reduce(added.settle()))
         if post_norm is not None:
             return product_norm_add_norm(added, residual, post_norm, norm, eps)
         assert norm is not None
@@ -164,6 +176,10 @@ class Model:
             logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
         else:
             logits = linear(hidden, head).float()
+        if self._ranks.size > 1:  # the last ranks may have fewer tokens
+            logits = pad(
+                logits, (0, -(-self.config.vocab_size // self._ranks.size) - head.shape[0])
+            )
         lora = inputs.head_lora
         if isinstance(lora, LoraPlan):
             assert first == 0
@@ -171,6 +187,8 @@ class Model:
         elif lora is not None and lora.targets(self._head_site.name):
             rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
+        if self._ranks.size > 1:
+            logits = self._ranks.all_gather(logits)[:, : self.config.vocab_size]
         return self._scaled_logits(logits)
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
@@ -211,6 +229,10 @@ class Model:
         """Returns the rotated q [T, Hq, D]; K and V are then in the cache."""
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
         qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if self._ranks.size > 1 and config.family.qk_norm == "all":
+            self._norm_all_heads_(qkv.settle(), layer)
+            qkv, q_norm, k_norm = Product(qkv.base), None, None
         write = RopeWrite(
             inputs.positions,
             self._cos_sin[index],
@@ -220,13 +242,22 @@ class Model:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            layer.q_norm,
-            layer.k_norm,
+            q_norm,
+            k_norm,
             config.rms_norm_eps,
             out,
             self._q_scaling[index],
         )
         return product_rope_kv_write(qkv, write)
+
+    def _norm_all_heads_(self, qkv: torch.Tensor, layer: LayerWeights) -> None:
+        """Norms q, and k, over the heads of all ranks, which have equally many: a head of several
+        ranks counts as often for each of them."""
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        q_size, eps = self.config.q_size, self.config.rms_norm_eps
+        parts = qkv[:, :q_size], qkv[:, q_size : q_size + self.config.kv_size]
+        rms_norm_of_ranks_(parts, (layer.q_norm, layer.k_norm), eps, self._ranks)
 
 
 def _cos_sin(

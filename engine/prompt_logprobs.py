@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from engine.sampler import finite_rows, token_logprobs
 from engine.types import Sample, ScheduledBatch, TokenLogprobs
 from lora.pool import AdapterPool
 
+Found = tuple[TokenLogprobs, ...] | None  # of one sequence; None: its logits are not finite
 _ROWS = 128  # prompt rows whose logits exist at a time: 25 MB for a vocabulary of 49152
 
 
@@ -23,43 +25,59 @@ def with_prompt_logprobs(
     model: Model,
     pool: AdapterPool,
 ) -> tuple[Sample, ...]:
-    """Returns the samples, completed for the sequences that request them. A sequence whose prompt
-    logits are not finite gives no token either: the same weights and KV produced both."""
-    completed: list[Sample] = []
+    """Returns the samples, completed for the sequences that request them."""
+    return completed(samples, find_prompt_logprobs(batch, inputs, hidden, model, pool))
+
+
+def find_prompt_logprobs(
+    batch: ScheduledBatch,
+    inputs: ForwardInputs,
+    hidden: torch.Tensor,  # [rows whose logits are requested, H]
+    model: Model,
+    pool: AdapterPool,
+) -> list[Found]:
+    """Returns those of each sequence in this step."""
+    found: list[Found] = []
     first = inputs.num_samples
-    for part, sample in zip(batch.sequences, samples, strict=True):
+    for part in batch.sequences:
         count = num_prompt_logprobs(part)
-        if count == 0:
-            completed.append(sample)
-            continue
         tokens = part.sequence.token_ids[part.start + 1 : part.start + 1 + count]
         limit = part.sequence.request.params.prompt_logprobs or 0
-        found = _of_rows(inputs, hidden, first, tokens, limit, model, pool)
+        own: list[TokenLogprobs] = []
+        for begin, logits in prompt_logits(inputs, hidden, first, count, model, pool):
+            chunk = tokens[begin : begin + len(logits)]
+            own += token_logprobs(logits, chunk, [limit] * len(chunk))
+        found.append(tuple(own) if len(own) == count else None)
         first += count
-        completed.append(
-            Sample(None, is_finite=False)
-            if found is None
-            else Sample(sample.token_id, sample.logprobs, found, sample.is_finite)
-        )
-    return tuple(completed)
+    return found
 
 
-def _of_rows(
+def prompt_logits(
     inputs: ForwardInputs,
     hidden: torch.Tensor,
     first: int,
-    tokens: Sequence[int],
-    limit: int,
+    count: int,
     model: Model,
     pool: AdapterPool,
-) -> tuple[TokenLogprobs, ...] | None:
-    """Returns None if the logits are not finite."""
-    found: list[TokenLogprobs] = []
-    for begin in range(0, len(tokens), _ROWS):
-        chunk = tokens[begin : begin + _ROWS]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields the logits of `count` rows of the step's result from `first` on: their place among
+    these, and [rows, V] float32. Ends before rows that are not finite; the same on every rank."""
+    for begin in range(0, count, _ROWS):
         row = first + begin
-        logits = model.logits(hidden[row : row + len(chunk)], inputs, row, pool)
+        logits = model.logits(hidden[row : row + min(_ROWS, count - begin)], inputs, row, pool)
         if not all(finite_rows(logits)):
-            return None
-        found += token_logprobs(logits, chunk, [limit] * len(chunk))
-    return tuple(found)
+            return
+        yield begin, logits
+
+
+def completed(samples: Sequence[Sample], found: Sequence[Found]) -> tuple[Sample, ...]:
+    """Adds the log-probabilities to the samples. A sequence whose prompt logits are not finite
+    gives no token either: the same weights and KV produced both."""
+    return tuple(
+        Sample(None, is_finite=False)
+        if own is None
+        else replace(sample, prompt_logprobs=own)
+        if own
+        else sample
+        for sample, own in zip(samples, found, strict=True)
+    )

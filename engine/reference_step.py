@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-from engine.inputs import build_inputs
+from engine.inputs import StepArrays, forward_inputs, step_arrays
 from engine.kv_cache import KVCache
 from engine.model import Model
-from engine.prompt_logprobs import with_prompt_logprobs
+from engine.parallel.group import Group
+from engine.prompt_logprobs import completed, find_prompt_logprobs, prompt_logits
 from engine.sampler import by_sequence, sample
 from engine.types import Sample, ScheduledBatch
 from lora.pool import AdapterPool
@@ -31,22 +33,42 @@ class ReferenceSteps:
     runs_ahead = False
 
     def __init__(
-        self, model: Model, kv: KVCache, pool: AdapterPool, eos_token_ids: Collection[int]
+        self,
+        model: Model,
+        kv: KVCache,
+        pool: AdapterPool,
+        eos_token_ids: Collection[int],
+        group: Group | None = None,
     ) -> None:
+        """`group`: the other ranks, which compute each step, too."""
         self._model = model
         self._kv = kv
         self._pool = pool
         self._eos_token_ids = eos_token_ids
+        self._group = group
 
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
-        inputs = build_inputs(batch, self._kv.block_size, self._kv.k[0].device, self._pool)
-        hidden = self._model.forward(inputs, self._kv, self._pool)
-        rows = batch.rows
-        answers: list[Sample] = []
-        if rows:
-            logits = self._model.logits(hidden[: len(rows)], inputs, 0, self._pool)
-            answers = sample(logits, rows, self._eos_token_ids)
-        samples = by_sequence(batch, answers)
-        return FinishedStep(
-            with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
-        )
+        step = step_arrays(batch, self._kv.block_size)
+        inputs = forward_inputs(step, self._kv.block_size, self._kv.k[0].device, self._pool)
+        # Whatever follows the exchanges concerns this rank only and may fail.
+        with self._group.lockstep(step) if self._group is not None else nullcontext():
+            hidden = self._model.forward(inputs, self._kv, self._pool)
+            logits = None
+            if step.num_samples:
+                logits = self._model.logits(hidden[: step.num_samples], inputs, 0, self._pool)
+            prompts = find_prompt_logprobs(batch, inputs, hidden, self._model, self._pool)
+        answers = [] if logits is None else sample(logits, batch.rows, self._eos_token_ids)
+        return FinishedStep(completed(by_sequence(batch, answers), prompts))
+
+
+def follow(model: Model, kv: KVCache, pool: AdapterPool, step: StepArrays) -> None:
+    """Computes a step beside the rank that launched it, with the same exchanges."""
+    inputs = forward_inputs(step, kv.block_size, kv.k[0].device, pool)
+    hidden = model.forward(inputs, kv, pool)
+    if step.num_samples:
+        model.logits(hidden[: step.num_samples], inputs, 0, pool)
+    first = step.num_samples
+    for count in step.prompt_rows:
+        for _ in prompt_logits(inputs, hidden, first, count, model, pool):
+            pass
+        first += count

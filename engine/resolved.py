@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
+from engine.parallel.shards import MAX_RANKS, Shard
 from engine.weight_shapes import check_fp8
 from kernels.backend import HAS_TRITON, IS_INTERPRETED, Capability, allow_triton
 from kernels.e4m3 import FIRST_CAPABILITY
@@ -70,6 +71,28 @@ def resolve_fp8(
             f"quantization is fp8: it needs dtype bfloat16, which is {config.dtype}"
         )
     return True
+
+
+def resolve_shard(
+    config: EngineConfig, model: ModelConfig, device: torch.device, *, uses_triton: bool
+) -> Shard:
+    """Returns the first rank's part of the base. Raises UnsupportedModelError."""
+    size = config.tensor_parallel_size
+    if not 1 <= size <= MAX_RANKS:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}, but must be between 1 and {MAX_RANKS}"
+        )
+    if size > 1:
+        where = f"tensor_parallel_size is {size}: "
+        if device.type == "cuda":
+            raise UnsupportedModelError(where + "on CUDA only 1 is supported in this version")
+        if uses_triton:
+            raise UnsupportedModelError(where + "backend triton supports only 1, use reference")
+        if config.quantization not in ("none", "auto"):
+            raise UnsupportedModelError(
+                where + f"quantization {config.quantization} supports only 1, use none"
+            )
+    return Shard(model, 0, size)
 
 
 def _words(capability: Capability) -> str:

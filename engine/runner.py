@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint import base_reader
 from engine.config import EngineConfig
 from engine.device_memory import (
     EmptyDevice,
@@ -44,6 +45,9 @@ from engine.largest_step import (
 from engine.memory_plan import DeviceUse, check_asked
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.parallel.adapters import GroupPool
+from engine.parallel.channel import slot_size
+from engine.parallel.group import Group
 from engine.reference_step import ReferenceSteps
 from engine.resolved import (
     resolve_backend,
@@ -51,10 +55,12 @@ from engine.resolved import (
     resolve_dtype,
     resolve_fp8,
     resolve_max_len,
+    resolve_shard,
 )
 from engine.types import LaunchedStep, Sample, ScheduledBatch
 from engine.warm_up import PreparedKernels, prepare_kernels, run_warm_up
-from engine.weights import Weights, load_weights, random_weights
+from engine.weights import Weights, load_shard
+from kernels.collective import SOLO
 from kernels.compilations import load_kernels, num_late_compilations, watch_compilations
 from kernels.kernel_call import KernelCall
 from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
@@ -62,6 +68,7 @@ from lora.adapter import read_adapter
 from lora.header import ReadBuffer
 from lora.page_image import PackedAdapter
 from lora.pool import AdapterPool
+from lora.vectors import BaseParameter
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +84,8 @@ class ModelRunner:
                 f"max_lora_rank is {config.max_lora_rank}, but must be between 1 and {limit}"
             )
         # Not torch's own default: Ray sets it to 1 in an actor that reserves no CPUs.
-        self.num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0)) // max(1, config.tensor_parallel_size)
+        self.num_threads = config.num_threads or max(1, num_cores)
         torch.set_num_threads(self.num_threads)
         self.device = resolve_device(config)
         uses_triton = resolve_backend(config, self.device)
@@ -94,17 +102,54 @@ class ModelRunner:
         self._is_fp8 = resolve_fp8(config, self.model_config, self.dtype, capability)
         self._int4 = resolve_int4(config, self.model_config, self.dtype, capability)
         self._max_lora_rank = config.max_lora_rank
-        self._sites = lora_sites(self.model_config)
+        self._shard = resolve_shard(config, self.model_config, self.device, uses_triton=uses_triton)
+        self._own_config = self._shard.config
+        self._sites = self._shard.sites()
+        self._whole_sites = lora_sites(self.model_config)  # those that adapters' files are for
         check_asked_memory(config, self.device)
-        empty = look_at_empty_device(self.device) if self.device.type == "cuda" else None
+        self.group = self._start_group(config)  # the other ranks; None: there are none
+        try:
+            self._open(config, folder, uses_triton)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
+            self.model_config.architecture,
+            self.device if self.group is None else f"{self.group.size} ranks of {self.device}",
+            self.dtype,
+            ", linears in FP8" if self._is_fp8 else ", linears in 4 bits" if self._int4 else "",
+            self.num_blocks,
+            self.adapters.num_blocks,
+            time.perf_counter() - started_s,
+        )
+
+    def _start_group(self, config: EngineConfig) -> Group | None:
+        """Starts the other ranks, if there are any."""
+        if self._shard.size == 1:
+            return None
+        num_tables = len(self.kv_layout.groups)
+        limits = step_limits(config, self._own_config, self.max_model_len, num_tables)
+        slot_ints = slot_size(max_step_tokens(config), limits)
+        return Group(config, self._shard.size, slot_ints, self.num_threads)
+
+    def _open(self, config: EngineConfig, folder: Path, uses_triton: bool) -> None:
+        """Loads the base and makes the memory, on this rank and with the others."""
+        is_cuda = self.device.type == "cuda"
+        empty = look_at_empty_device(self.device) if is_cuda else None
         calls: frozenset[KernelCall] = frozenset()
         if empty is not None and uses_triton:
-            self._weights, weight_bytes, calls = self._load_beside_kernels(folder, config)
+            self._weights, weight_bytes, calls = self._load_beside_kernels(config)
         else:
-            self._weights, weight_bytes = self._load(folder, config)
+            self._weights, weight_bytes = self._load(config)
         # For the norms of DoRA's rows, which are computed while steps run.
         self._beside = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._model = Model(self.model_config, self._weights, self.max_model_len)
+        ranks = SOLO if self.group is None else self.group.meet()
+        self._model = Model(self._own_config, self._weights, self.max_model_len, ranks)
+        # The files have the whole of what a rank has a part of.
+        self._base_parameter: BaseParameter = self._weights.parameters.get
+        if self.group is not None:
+            self._base_parameter = base_reader(folder, self.model_config)
         weight_bytes += self._model.table_bytes if empty is not None else 0
         self.adapters = self._make_pool(config, weight_bytes)
         self.num_blocks = (
@@ -116,6 +161,8 @@ class ModelRunner:
             "making the KV blocks", ("gpu_memory_utilization", "num_blocks")
         ):
             self._kv = self._allocate_kv(self.num_blocks)
+        if self.group is not None:
+            self.group.serve(self.num_blocks, self._pool_bytes)
         self._steps = self._make_steps(self._kv, config, uses_triton)
         if isinstance(self._steps, DeviceSteps) and empty and not config.enforce_eager:
             with explain_out_of_memory(
@@ -131,16 +178,11 @@ class ModelRunner:
         self.runs_ahead = self._steps.runs_ahead
         # The reference backend has no buffers of a fixed size.
         self.max_draws = max_draws(config) if uses_triton else max_step_tokens(config)
-        logger.info(
-            "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
-            self.model_config.architecture,
-            self.device,
-            self.dtype,
-            ", linears in FP8" if self._is_fp8 else ", linears in 4 bits" if self._int4 else "",
-            self.num_blocks,
-            self.adapters.num_blocks,
-            time.perf_counter() - started_s,
-        )
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self.group is not None:
+            self.group.close()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
@@ -171,7 +213,7 @@ class ModelRunner:
         Raises AdapterError."""
         with torch.cuda.stream(self._beside):
             adapter = read_adapter(
-                path, digest, self._sites, self._max_lora_rank, self._weights.parameters.get, buffer
+                path, digest, self._whole_sites, self._max_lora_rank, self._base_parameter, buffer
             )
         return self.adapters.pack(adapter)
 
@@ -189,7 +231,7 @@ class ModelRunner:
         return self.adapters.remove(digest)
 
     def _load_beside_kernels(
-        self, folder: Path, config: EngineConfig
+        self, config: EngineConfig
     ) -> tuple[Weights, int, frozenset[KernelCall]]:
         """Loads the weights while a thread lists the kernels and compiles those that are missing.
         Returns the weights, their bytes on the device, and the kernels."""
@@ -197,22 +239,19 @@ class ModelRunner:
         with ThreadPoolExecutor(1, "kernels") as thread:
             kernels = thread.submit(self._prepare_kernels, config, has_failed)
             try:
-                return *self._load(folder, config), kernels.result().calls
+                return *self._load(config), kernels.result().calls
             except BaseException:
                 has_failed.set()  # otherwise the error would wait for all kernels
                 raise
 
-    def _load(self, folder: Path, config: EngineConfig) -> tuple[Weights, int]:
+    def _load(self, config: EngineConfig) -> tuple[Weights, int]:
         """Returns the weights, and their bytes on a CUDA device."""
         is_cuda = self.device.type == "cuda"
         held = allocated_bytes(self.device) if is_cuda else 0
         with explain_out_of_memory("loading the weights", ("dtype", "quantization", "the device")):
-            model, dtype, device = self.model_config, self.dtype, self.device
-            is_fp8, int4 = self._is_fp8, self._int4
-            if config.load_format == "dummy":
-                weights = random_weights(model, dtype, device, is_fp8=is_fp8, int4=int4)
-            else:
-                weights = load_weights(folder, model, dtype, device, is_fp8=is_fp8, int4=int4)
+            weights = load_shard(
+                config, self._shard, self.dtype, self.device, is_fp8=self._is_fp8, int4=self._int4
+            )
         return weights, allocated_bytes(self.device) - held if is_cuda else 0
 
     def _prepare_kernels(self, config: EngineConfig, stop: threading.Event) -> PreparedKernels:
@@ -228,6 +267,18 @@ class ModelRunner:
 
     def _make_pool(self, config: EngineConfig, weight_bytes: int) -> AdapterPool:
         budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
+        self._pool_bytes = budgets.pool_bytes
+        max_list = -(-self._max_lora_rank // PAGE_ROWS)
+        if self.group is not None:
+            return GroupPool(
+                self.group,
+                self._shard,
+                budgets.pool_bytes,
+                self.dtype,
+                budgets.host_bytes,
+                max_list,
+                has_affine=config.affine_adapters,
+            )
         with explain_out_of_memory("making the adapter pool", ("adapter_pool_bytes",)):
             return AdapterPool(
                 self._sites,
@@ -235,7 +286,7 @@ class ModelRunner:
                 self.dtype,
                 self.device,
                 budgets.host_bytes,
-                max_list=-(-self._max_lora_rank // PAGE_ROWS),
+                max_list=max_list,
                 has_affine=config.affine_adapters,
             )
 
@@ -245,21 +296,21 @@ class ModelRunner:
 
     def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:
         num_tables = len(self.kv_layout.groups)
-        limits = step_limits(config, self.model_config, self.max_model_len, num_tables)
+        limits = step_limits(config, self._own_config, self.max_model_len, num_tables)
         run_warm_up(steps, config, limits, self.num_blocks, self.adapters, self._sites)
 
     def _allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(
-            self.model_config, self.kv_layout, num_blocks, self.dtype, self.device
+            self._own_config, self.kv_layout, num_blocks, self.dtype, self.device
         )
 
     @torch.inference_mode()
     def _blocks_on_cpu(self, config: EngineConfig) -> int:
         num_blocks = count_blocks(
-            self.model_config, self.kv_layout, config, self.max_model_len, self.dtype
+            self._own_config, self.kv_layout, config, self.max_model_len, self.dtype
         )
         if config.num_blocks is not None or config.kv_cache_bytes is not None:
-            size = block_bytes(self.model_config, self.kv_layout, self.dtype)
+            size = self._shard.size * block_bytes(self._own_config, self.kv_layout, self.dtype)
             kv = "the KV cache (num_blocks or kv_cache_bytes)"
             machine = "this machine, apart from other processes,"
             check_asked({kv: num_blocks * size}, available_bytes(), machine)
@@ -275,7 +326,7 @@ class ModelRunner:
     ) -> int:
         use = self._measure(config, empty, weight_bytes, uses_triton, calls)
         layout, length = self.kv_layout, self.max_model_len
-        plan = plan_kv(self.model_config, layout, config, length, self.dtype, use)
+        plan = plan_kv(self._own_config, layout, config, length, self.dtype, use)
         logger.info("device memory\n%s", plan.table())
         return plan.num_blocks
 
@@ -319,9 +370,9 @@ class ModelRunner:
     def _make_steps(
         self, kv: KVCache, config: EngineConfig, uses_triton: bool
     ) -> DeviceSteps | ReferenceSteps:
-        model = self.model_config
+        model = self._own_config
         if not uses_triton:
-            return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids)
+            return ReferenceSteps(self._model, kv, self.adapters, model.eos_token_ids, self.group)
         return DeviceSteps(
             self._model,
             kv,

@@ -108,6 +108,10 @@ class AsyncEngine:
         reason."""
         self._loop.on_death.append(callback)
 
+    def fail(self, fault: EngineDeadError) -> None:
+        """Ends the engine's loop with this error. Any thread may call it."""
+        self._loop.fail(fault)
+
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Yields the outputs of all choices as they come. Closing the generator aborts unfinished
         choices."""

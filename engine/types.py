@@ -386,3 +386,7 @@ class Runner(Protocol):
     def free_cache(self) -> None:
         """Frees the allocator's memory that is not in use. Waits for the device."""
         ...
+
+    def close(self) -> None:
+        """Ends the processes that help with steps."""
+        ...

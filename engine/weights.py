@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, Cut
+from engine.config import EngineConfig
 from engine.int4_forms import NO_INT4, Int4Forms
 from engine.model_config import ModelConfig
-from engine.weight_shapes import expected_shapes, is_norm, layer_matrices
+from engine.parallel.shards import Shard
+from engine.weight_shapes import expected_shapes, is_matrix, is_norm, layer_matrices
 from kernels.e4m3 import E4m3Rows, empty_rows
 from kernels.int4 import Int4Rows, empty_int4
 from kernels.matrix import Matrix
@@ -45,7 +47,7 @@ class Weights:
     embedding: torch.Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
-    head: torch.Tensor  # [V, H], the embedding itself if tied
+    head: torch.Tensor  # [V, H], or this rank's rows; the embedding itself, or a view, if tied
     # All of them by the names of the files, parts of fused ones as views. A tied head is the
     # embedding's own object.
     parameters: Mapping[str, Matrix]
@@ -59,15 +61,25 @@ def load_weights(
     *,
     is_fp8: bool = False,
     int4: Int4Forms = NO_INT4,
+    shard: Shard | None = None,
 ) -> Weights:
     """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, but those that `int4`
-    names."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4)
+    names. `shard`: the part that is read and kept, of this base; with neither of these."""
+    shard = shard or Shard(config)
+    builder = _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
     assert builder.places.keys() == expected_shapes(config).keys()
     offset = config.family.norm_offset
     checkpoint = Checkpoint(folder, config)
     taken: set[str] = set()
+    if shard.size > 1:
+        assert not is_fp8
+        assert not int4
+        for name, place in builder.places.items():
+            if name.endswith(".bias") and not shard.adds_bias(name.removesuffix(".bias")):
+                assert isinstance(place, torch.Tensor)
+                place.zero_()
+                taken.add(name)
     for name, place in builder.places.items():
         module = name.removesuffix(".weight")
         if isinstance(place, Int4Rows):
@@ -76,7 +88,14 @@ def load_weights(
         elif isinstance(place, E4m3Rows) and (stored := checkpoint.e4m3_rows(module)) is not None:
             place.copy_(E4m3Rows(*stored))
             taken.add(name)
-    for name, rows, tensor in checkpoint.stream(device, leave_out=taken):
+
+    def cut_of(name: str) -> Cut:
+        module = name.rpartition(".")[0]
+        return Cut(shard.outputs(module), shard.inputs(module) if is_matrix(name) else None)
+
+    for name, rows, tensor in checkpoint.stream(
+        device, leave_out=taken, cut_of=cut_of if shard.size > 1 else None
+    ):
         place = builder.places[name][rows]
         assert not isinstance(place, Int4Rows)
         if isinstance(place, E4m3Rows):
@@ -99,6 +118,22 @@ def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str) -> None:
         place.order.copy_(order)
 
 
+def load_shard(
+    config: EngineConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_fp8: bool = False,
+    int4: Int4Forms = NO_INT4,
+) -> Weights:
+    """Reads a rank's part of the configured base, or makes it if the format is `dummy`."""
+    if config.load_format == "dummy":
+        return random_weights(shard.whole, dtype, device, is_fp8=is_fp8, int4=int4, shard=shard)
+    folder = Path(config.model_path)
+    return load_weights(folder, shard.whole, dtype, device, is_fp8=is_fp8, int4=int4, shard=shard)
+
+
 def empty_weights(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -108,7 +143,7 @@ def empty_weights(
     int4: Int4Forms = NO_INT4,
 ) -> Weights:
     """Returns weights of any content; on the meta device, shapes without memory."""
-    return _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4).build()
+    return _Builder(Shard(config), dtype, device, is_fp8=is_fp8, int4=int4).build()
 
 
 def random_weights(
@@ -118,11 +153,12 @@ def random_weights(
     *,
     is_fp8: bool = False,
     int4: Int4Forms = NO_INT4,
+    shard: Shard | None = None,
 ) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
-    so that activations keep their size; the same on every call with one device and shape. In FP8
-    and in 4 bits, those of the other type quantised."""
-    builder = _Builder(config, dtype, device, is_fp8=is_fp8, int4=int4)
+    so that activations keep their size; the same on every call with one device and shape, hence the
+    embedding on all ranks. In FP8 and in 4 bits, those of the other type quantised."""
+    builder = _Builder(shard or Shard(config), dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)
     for name, place in builder.places.items():
@@ -147,7 +183,7 @@ class _Builder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -157,8 +193,9 @@ class _Builder:
         self.places: dict[str, Matrix] = {}
         self._is_fp8 = is_fp8
         self._int4 = int4
-        self._config = config
-        self._shapes = expected_shapes(config)
+        self._shard = shard
+        self._config = shard.whole
+        self._shapes = shard.shapes()
         self._dtype = dtype
         self._device = device
 
@@ -166,7 +203,12 @@ class _Builder:
         embedding = self._make("model.embed_tokens.weight")
         layers = tuple(self._layer(i) for i in range(self._config.num_layers))
         norm = self._make("model.norm.weight")
-        head = embedding if self._config.ties_embeddings else self._make("lm_head.weight")
+        if not self._config.ties_embeddings:
+            head = self._make("lm_head.weight")
+        elif self._shard.size == 1:
+            head = embedding
+        else:
+            head = embedding[slice(*self._shard.vocab)]
         parameters = dict(self.places)
         if self._config.ties_embeddings:
             parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]

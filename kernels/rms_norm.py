@@ -9,9 +9,12 @@ it bit for bit. A row's result depends on that row only. Uses tensors and number
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.backend import uses_triton
+from kernels.collective import Collective
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,12 +53,32 @@ def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         x.copy_(rms_norm_reference(x, weight, eps))
 
 
+def rms_norm_of_ranks_(
+    parts: Sequence[torch.Tensor],  # each [T, h], rows may lie apart: this rank's columns
+    weights: Sequence[torch.Tensor],  # each [h]
+    eps: float,
+    ranks: Collective,
+) -> None:
+    """Normalises each part, together with those of the other ranks, in place, as `rms_norm_`
+    would the whole. All ranks have equally many columns. One exchange for all parts."""
+    wide = [x.float() for x in parts]
+    means = torch.cat([x.square().mean(-1, keepdim=True) for x in wide], dim=-1)
+    inverse = torch.rsqrt(ranks.all_reduce(means) / ranks.size + eps)  # [T, parts]
+    for i, (x, weight) in enumerate(zip(parts, weights, strict=True)):
+        x.copy_(_weighted(wide[i] * inverse[:, i : i + 1], weight, x.dtype))
+
+
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if weight.dtype != x.dtype:
-        return (wide * inverse * weight).to(x.dtype)
-    return (wide * inverse).to(x.dtype) * weight
+    return _weighted(wide * inverse, weight, x.dtype)
+
+
+def _weighted(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Applies the weight to float32 values, in the order of its family."""
+    if weight.dtype != dtype:
+        return (normed * weight).to(dtype)
+    return normed.to(dtype) * weight
 
 
 def add_rms_norm_reference(

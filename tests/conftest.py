@@ -54,6 +54,8 @@ _SLOW_FILES = (
     "test_engine_moved_scales",
     "test_engine_compressed_tensors",
     "test_engine_gptq_awq",
+    "test_engine_ranks",
+    "test_engine_tensor_parallel",
     "test_lora_saved_modules",
 )
 # Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
@@ -72,6 +74,7 @@ _SHARED_SERVE = (
     "test_serve_fairness_http",
     "test_serve_migration",
     "test_serve_process_loss",
+    "test_serve_ranks",
     "test_serve_registry",
     "test_serve_routing",
     "test_serve_routing_router",

@@ -222,6 +222,9 @@ class FakeRunner:
     def free_cache(self) -> None:
         self.num_freed += 1
 
+    def close(self) -> None:
+        """Does nothing: it has no other processes."""
+
     def _lacks_memory(self, batch: ScheduledBatch) -> bool:
         names = {item.sequence.request.request_id for item in batch.sequences}
         most = self.most_tokens

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, Cut
 from engine.model_config import read_model_config
 from engine.weight_files import SINGLE_FILE
 from engine.weight_shapes import expected_shapes
@@ -28,6 +28,10 @@ class Quantized:
 
     parts: Mapping[str, torch.Tensor]
     weight: torch.Tensor  # [out, in]
+
+
+# Across groups, words and slices.
+_ROWS, _COLUMNS = ((3, 29), (1, 2), (8, 16)), (5, 27)
 
 
 def write_quantized(
@@ -85,11 +89,27 @@ def read_all(folder: Path) -> Tensors:
 
 def check_equal(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Checks that the engine reads each weight as the library does, bit for bit in its type,
-    whether in one slice or in the smallest."""
+    whether in one slice or in the smallest, and parts of it as the whole."""
     whole = read_all(folder)
     with patch("engine.checkpoint._SLICE_ELEMENTS", 1):
-        sliced = read_all(folder)
+        sliced, cut = read_all(folder), _read_cut(folder)
     assert weights
     for name, weight in weights.items():
         assert torch.equal(whole[name].to(weight.dtype), weight), name
         assert torch.equal(sliced[name], whole[name]), name
+        parts = [whole[name][slice(*rows), slice(*_COLUMNS)] for rows in _ROWS]
+        assert torch.equal(cut[name], torch.cat(parts)), name
+
+
+def _read_cut(folder: Path) -> Tensors:
+    """Returns the same rows and columns of every matrix, as a rank of several reads its part."""
+    config, found = read_model_config(folder), dict[str, list[torch.Tensor]]()
+    matrices = {name for name, shape in expected_shapes(config).items() if len(shape) == 2}
+    others = expected_shapes(config).keys() - matrices
+    for name, rows, tensor in Checkpoint(folder, config).stream(
+        CPU, leave_out=others, cut_of=lambda _: Cut(_ROWS, _COLUMNS)
+    ):
+        parts = found.setdefault(name, [])
+        assert rows == slice(sum(map(len, parts)), sum(map(len, parts)) + len(tensor))
+        parts.append(tensor.float())
+    return {name: torch.cat(parts) for name, parts in found.items()}

@@ -18,6 +18,7 @@ from engine.kv_cache import block_bytes
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB
 from engine.model_config import read_model_config
+from engine.parallel.shards import Shard
 from engine.weight_files import SINGLE_FILE
 from engine.weights import load_weights
 from serve_app.cli import main as cli
@@ -115,6 +116,26 @@ def test_a_long_sequence_needs_the_blocks_of_steps_planned_ahead_and_the_null_bl
     assert layout.blocks_needed(8192, num_uncommitted(2048, runs_ahead=True)) == 261
     assert fit.kv_tokens == num_tokens
     assert fit.fits == bool(num_tokens)
+
+
+def test_ranks_share_a_base(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_base(tmp_path / "base")
+    config, dtype = read_model_config(folder), torch.bfloat16
+    whole, half = estimate_fit(folder, 4 * GIB), estimate_fit(folder, 4 * GIB, num_ranks=2)
+    assert half.kv_tokens > whole.kv_tokens
+    assert half.weight_bytes < whole.weight_bytes
+    shard = Shard(config, 1, 2)
+    held = load_weights(folder, config, dtype, torch.device("cpu"), shard=shard).parameters
+    assert weight_bytes(config, dtype, shard=shard) == sum(one.nbytes for one in held.values())
+    assert run("doctor", "--base", str(folder), "--memory", "80", "--ranks", "2") == 0
+    assert "on each of 2 ranks" in " ".join(capsys.readouterr().out.split())
+    assert run("doctor", "--base", str(folder), "--memory", "80", "--ranks", "4") == 1
+    assert "does not divide num_attention_heads 6" in " ".join(capsys.readouterr().out.split())
+    asked = ("--base", str(folder), "--memory", "80", "--ranks", "2", "--quantization", "fp8")
+    assert run("doctor", *asked) == 1
+    assert "quantization fp8 supports 1 rank, not 2" in " ".join(capsys.readouterr().out.split())
+    assert run("doctor", "--ranks", "4") == 1
+    assert "--base FOLDER" in capsys.readouterr().err
 
 
 def test_a_base_that_is_refused_is_refused_here(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{"name": "a", "engine": {"blok_size": 8}}]}, "blok_size"),
         ({"models": [{"name": "a", "engine": {"device": "tpu"}}]}, "device"),
         ({"models": [{"name": "a", "engine": {"max_lora_rank": 513}}]}, "max_lora_rank"),
+        (
+            {"models": [{"name": "a", "engine": {"tensor_parallel_size": 2}}]},
+            "tensor_parallel_size is 2 and device is auto: more than one rank needs device cpu",
+        ),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
         ({"models": [{}]}, "name"),
         (

@@ -216,6 +216,9 @@ class TimedRunner:
     def free_cache(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class TimedReader:

@@ -16,6 +16,7 @@ import torch
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig, QuantizationSetting
 from engine.devices import describe_devices
+from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.int4_forms import (
     NO_INT4,
@@ -28,9 +29,10 @@ from engine.int4_forms import (
 from engine.kv_cache import block_bytes
 from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
-from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.model_config import ModelConfig, read_model_config
+from engine.parallel.shards import Shard
 from engine.resolved import resolve_fp8
-from engine.weight_shapes import expected_shapes, is_matrix, is_norm, layer_matrices
+from engine.weight_shapes import is_matrix, is_norm, layer_matrices
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
 from lora.page_image import PageLayout
@@ -45,13 +47,14 @@ class Fit:
     stored_as: str  # the scheme of the files, in words
     served_as: str  # the type in memory, and who computes
     stored_bytes: int
-    weight_bytes: int  # in memory
+    weight_bytes: int  # in memory, of each rank
     device: str
-    memory_bytes: int  # of the device, as given or found
+    memory_bytes: int  # of the device, as given or found; of each rank
     adapter_bytes: int  # of one of rank 16 on all linear layers
     num_adapters: int  # that the pool holds by default
     kv_tokens: int  # that fit beside weights and adapters
     not_in_4_bits: str = ""  # the matrices of a 4-bit checkpoint that cannot stay so, and why
+    num_ranks: int = 1  # each on a device of its own, or with its share of the host's memory
 
     @property
     def fits(self) -> bool:
@@ -59,10 +62,11 @@ class Fit:
 
     def facts(self) -> dict[str, str]:
         """Returns lines for users."""
+        each = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         facts = {
             "stored as": f"{self.stored_as}, {self.stored_bytes / GIB:.2f} GiB",
-            "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB",
-            "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB",
+            "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB{each}",
+            "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB{each}",
         }
         if self.not_in_4_bits:
             facts["dequantized"] = self.not_in_4_bits
@@ -75,13 +79,20 @@ class Fit:
 
 
 def estimate_fit(
-    folder: Path, memory_bytes: int | None = None, quantization: QuantizationSetting = "none"
+    folder: Path,
+    memory_bytes: int | None = None,
+    quantization: QuantizationSetting = "none",
+    num_ranks: int = 1,
 ) -> Fit:
     """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
     first one of this machine, or its host memory. `quantization`: as in the configuration of an
-    engine. Raises UnsupportedModelError, with the tensor or key and the reason, for a base that the
-    engine refuses."""
+    engine. `num_ranks`: those that share the base, each on such a device, or all in the host's
+    memory. Raises UnsupportedModelError, with the tensor or key and the reason, for a base that the
+    engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
+    shard = Shard(config, 0, num_ranks)
+    if num_ranks > 1 and quantization in ("fp8", "int4"):
+        raise UnsupportedModelError(f"quantization {quantization} supports 1 rank, not {num_ranks}")
     checkpoint = Checkpoint(folder, config)
     devices = describe_devices()
     is_cuda = memory_bytes is not None or bool(devices.cuda)
@@ -93,12 +104,12 @@ def estimate_fit(
         device, memory_bytes = devices.cuda[0].name, devices.cuda[0].memory_bytes
         capability = devices.cuda[0].capability
     else:
-        device, memory_bytes = "CPU", available_bytes()
+        device, memory_bytes = "CPU", available_bytes() // num_ranks
     meant = EngineConfig(str(folder), "", quantization=quantization)
     is_fp8 = resolve_fp8(meant, config, dtype, capability)
-    int4 = resolve_int4(meant, config, dtype, capability)
-    weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4)
-    page = PageLayout(lora_sites(config), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
+    int4 = resolve_int4(meant, config, dtype, capability) if num_ranks == 1 else NO_INT4
+    weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4, shard=shard)
+    page = PageLayout(shard.sites(), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
     pool = default_adapter_pool_bytes(
         total=memory_bytes,
@@ -119,8 +130,9 @@ def estimate_fit(
         memory_bytes=memory_bytes,
         adapter_bytes=page,
         num_adapters=pool // page,
-        kv_tokens=_kv_tokens(config, max(0, left), dtype, runs_ahead=is_cuda),
+        kv_tokens=_kv_tokens(shard.config, max(0, left), dtype, runs_ahead=is_cuda),
         not_in_4_bits=reasons,
+        num_ranks=num_ranks,
     )
 
 
@@ -138,11 +150,12 @@ def weight_bytes(
     *,
     is_fp8: bool = False,
     int4: Int4Forms = NO_INT4,
+    shard: Shard | None = None,
 ) -> int:
-    """Returns the bytes of all weights in memory, norms of some families in float32. `is_fp8`,
-    `int4`: as for `load_weights`."""
+    """Returns the bytes of all weights, or of a rank's, in memory; norms of some families are in
+    float32. `is_fp8`, `int4`: as for `load_weights`."""
     is_wide = config.family.has_wide_norms
-    shapes = expected_shapes(config)
+    shapes = (shard or Shard(config)).shapes()
     total = 0
     for index in range(config.num_layers):
         for names in layer_matrices(config, index).values():

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, base_reader
 from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.json_values import read_json
@@ -27,7 +26,6 @@ from lora.lycoris import Notice as Notice
 from lora.lycoris import convert_to_lora
 from lora.peft_config import CONVERTED_KINDS, read_fields
 from lora.saved_modules import convert_saved
-from lora.vectors import BaseParameter
 
 _CHAT_TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
 
@@ -151,7 +149,7 @@ def convert_adapter(
         return ConversionReport(made.kind, made.rank, made.error)
     if fields.get("peft_type") != "LORA":
         return None
-    base = _base_reader(base_folder, config)
+    base = base_reader(base_folder, config)
     saved = convert_saved(folder, out, sites, base, limits, available_bytes(), notice)
     if saved is None:
         return None
@@ -162,20 +160,8 @@ def convert_adapter(
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:
     """Reads the adapter as the engine does; of the base, only parameters that the adapter's file
     refers to: DoRA's modules, trained biases, copies."""
-    base = _base_reader(base_folder, config)
+    base = base_reader(base_folder, config)
     return read_adapter(folder, digest, lora_sites(config), MAX_RANK, base)
-
-
-def _base_reader(base_folder: Path, config: ModelConfig) -> BaseParameter:
-    opened = lru_cache(1)(partial(Checkpoint, base_folder, config))
-    read = lru_cache(1)(lambda name: opened().read(name))
-
-    def base(name: str) -> torch.Tensor | None:
-        if name == "lm_head.weight" and config.ties_embeddings:
-            name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
-        return read(name)
-
-    return base
 
 
 def _has_chat_template(folder: Path) -> bool:

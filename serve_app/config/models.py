@@ -40,6 +40,12 @@ class EngineArgs(Args):
     stored so is refused. `fp8`: e4m3, quantised while the base is read, half of bfloat16's bytes;
     weights have a scale for each output, activations one for each token and step. On CUDA `fp8`
     needs compute capability 8.9 and bfloat16."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=8)
+    """Ranks that compute the base together, each with its part of every layer and of the adapters:
+    processes of one replica, on one node. It divides `num_attention_heads` and `intermediate_size`
+    of the base's config.json, and divides `num_key_value_heads` or is a multiple of it. More
+    than one rank needs `device: cpu` in this version. `num_blocks`,
+    `kv_cache_bytes` and `adapter_pool_bytes` are those of each rank."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -107,7 +113,16 @@ class EngineArgs(Args):
     seed: int = 0
     """Seeds the random numbers of requests that bring no seed."""
     num_threads: int | None = Field(default=None, ge=1, le=4096)
-    """CPU: threads of torch. By default the usable cores."""
+    """CPU: threads of torch, of each rank. By default the usable cores, shared by the ranks."""
+
+    @model_validator(mode="after")
+    def _ranks_are_on_a_cpu(self) -> EngineArgs:
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and device is {self.device}: "
+                "more than one rank needs device cpu in this version"
+            )
+        return self
 
     def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
         """Returns the engine's configuration on `device`, defaults of that device included."""

@@ -17,7 +17,9 @@ from serve_app.replica.deployment import EngineReplica
 
 def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     model = spec.model
-    bundle = {"CPU": 0.01, "GPU": 1.0}  # replica and actor share a node, hence its cache
+    # Replica and actor share a node, hence its cache. Ranks are processes of the actor: they share
+    # the node, too, and its GPUs are theirs all together or not at all.
+    bundle = {"CPU": 0.01, "GPU": float(model.engine.tensor_parallel_size)}
     scaling = engine_scaling(model)
     deployment = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]
         name=ENGINE,
@@ -38,6 +40,7 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
         # The file's logging_config does not apply to this application: it would log every request.
         logging_config={"enable_access_log": False},
         placement_group_bundles=[bundle] if spec.device == "cuda" else None,
+        placement_group_strategy="STRICT_PACK" if spec.device == "cuda" else None,
     )
     application: serve.Application = deployment.bind(spec, sources)
     return _behind_placeholder(application) if RAY_SERVE_ENABLE_HA_PROXY else application

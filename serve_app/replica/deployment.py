@@ -73,7 +73,7 @@ class EngineReplica:
         self._engine_id = engine_id = serve.get_replica_context().replica_id.unique_id
         self._actor = EngineActor.options(  # type: ignore[attr-defined]
             num_cpus=0,
-            num_gpus=1 if spec.device == "cuda" else 0,
+            num_gpus=config.tensor_parallel_size if spec.device == "cuda" else 0,
             max_concurrency=spec.model.max_ongoing_requests + 64,
             max_restarts=0,
         ).remote(

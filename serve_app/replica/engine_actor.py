@@ -331,8 +331,9 @@ class EngineActor(EngineHost):
         """Loads the model (minutes for a large model), becomes its host and begins to serve. Raises
         the factory's error: a constructor's error would reach the replica as text only."""
         # A GPU's driver starts threads that stay, and they would keep a lower priority.
-        is_on_cpu = self._config.device == "cpu"
-        engine = await (in_background if is_on_cpu else asyncio.to_thread)(self._open)
+        # Other ranks' processes inherit the priority for all their life.
+        can_lower = self._config.device == "cpu" and self._config.tensor_parallel_size == 1
+        engine = await (in_background if can_lower else asyncio.to_thread)(self._open)
         metrics = self._new_metrics(engine.model_limits)
         super().__init__(engine, self._engine_id, metrics, self._stall_timeout_s)
         self.start()

@@ -46,7 +46,12 @@ class Finding:
 
 
 def doctor(
-    port: int, base: Path | None, memory_gib: float | None, quantization: str | None, json: bool
+    port: int,
+    base: Path | None,
+    memory_gib: float | None,
+    quantization: str | None,
+    ranks: int,
+    json: bool,
 ) -> None:
     if memory_gib is not None and base is None:
         raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
@@ -57,6 +62,8 @@ def doctor(
     known = get_args(QuantizationSetting)
     if quantization is not None and quantization not in known:
         raise Failure(f"--quantization is {quantization}: known are {', '.join(known)}")
+    if ranks != 1 and base is None:
+        raise Failure(f"--ranks is {ranks}: it is for --base FOLDER, which is missing")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -66,7 +73,7 @@ def doctor(
         for finding in (
             _findings(port)
             if base is None
-            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "none"))
+            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "none"), ranks)
         ):
             findings.append(finding)
             failed += finding.state == "fail"
@@ -83,12 +90,12 @@ def doctor(
 
 
 def _base(
-    folder: Path, memory_gib: float | None, quantization: QuantizationSetting
+    folder: Path, memory_gib: float | None, quantization: QuantizationSetting, ranks: int
 ) -> Iterator[Finding]:
     """Checks a base's folder by the headers of its files."""
     memory = None if memory_gib is None else int(memory_gib * _GIB)
     try:
-        fit = estimate_fit(folder, memory, quantization)
+        fit = estimate_fit(folder, memory, quantization, ranks)
     except UnsupportedModelError as error:
         yield Finding("base", "fail", str(error))
         return

@@ -90,6 +90,12 @@ def doctor(
         str | None,
         typer.Option("--quantization", help="engine.quantization for --base; default: none"),
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--ranks", min=1, max=8, help="Ranks that share --base, as tensor_parallel_size"
+        ),
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""

@@ -96,6 +96,9 @@ class VirtualRunner:
     def free_cache(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

@@ -1,0 +1,230 @@
+"""The other ranks of an engine, as the first one sees them: processes, messages, and their end.
+
+    engine thread --message--> each follower: open, serve, keep | write | drop an adapter, step
+    engine thread <--exchanges of the model--> each follower
+
+Followers are children of the process that owns the engine, so that all ranks share a host, see the
+same devices and end together. They have no scheduler: they compute the steps that they receive. A
+rank that dies or hangs ends the group: nothing but an end of the process frees one that waits in an
+exchange for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, EngineError
+from engine.inputs import StepArrays
+from engine.parallel.channel import Link, StepSegment
+from kernels.collective import Gloo, meet
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+_SILENCE_S = 9.0  # with the time to notice and to end the group: within 12 s
+_LATE_S = 0.5  # this process was paused, the others perhaps, too
+_EXIT_S = 5.0
+_NOTICE_S = 2.0  # from an exchange that failed to the exit of the process that is the cause
+# The path of this process's modules is not that of an interpreter which begins.
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    rank: int
+    process: subprocess.Popen[bytes]
+    link: Link
+
+
+class Group:
+    """Owned by the first rank. One thread calls it, except for `close`."""
+
+    def __init__(self, config: EngineConfig, size: int, slot_ints: int, num_threads: int) -> None:
+        """Starts the other ranks, which begin to read their weights. `num_threads`: torch threads
+        of each."""
+        self.size = size
+        self._death: EngineDeadError | None = None
+        self._is_closing = False
+        self._on_death: Callable[[EngineDeadError], None] | None = None
+        self._lock = threading.Lock()  # guards the three above
+        self._folder = TemporaryDirectory(prefix="loraplex-ranks-")
+        self._store = Path(self._folder.name) / "store"
+        self._segment = StepSegment(slot_ints)
+        self._num_steps = 0
+        self._followers: list[_Follower] = []
+        self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
+        try:
+            for rank in range(1, size):
+                self._followers.append(_start(rank))
+            for follower in self._followers:
+                message = {
+                    "config": asdict(config),
+                    "rank": follower.rank,
+                    "size": size,
+                    "slot_ints": slot_ints,
+                    "store": str(self._store),
+                    "num_threads": num_threads,
+                }
+                follower.link.send(message, self._segment.file)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(follower.process.pid for follower in self._followers)
+
+    def meet(self) -> Gloo:
+        """Returns the exchanges, once every rank has its weights. Raises EngineError with a rank's
+        reason."""
+        self._await_all("read its weights")
+        return meet(self._store, 0, self.size)
+
+    def serve(self, num_blocks: int, pool_bytes: int) -> None:
+        """Returns when every rank has its memory and waits for steps. `num_blocks`: of KV, and
+        `pool_bytes`: of adapters, on each rank."""
+        self.send({"num_blocks": num_blocks, "pool_bytes": pool_bytes})
+        self._await_all("make its memory")
+        self._folder.cleanup()
+        self._watcher.start()
+
+    def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:
+        """Calls back once, from any thread, when a rank has died or hangs."""
+        with self._lock:
+            self._on_death = on_death
+            death = self._death
+        if death is not None:
+            on_death(death)
+
+    def send(self, message: Mapping[str, object], file: int | None = None) -> None:
+        """Sends a message to every rank, in the order of the calls and of the steps."""
+        if self._death is not None:
+            raise self._death
+        try:
+            for follower in self._followers:
+                follower.link.send(message, file)
+        except OSError as error:
+            raise self._fail(self._cause() or f"a rank does not listen: {error}") from error
+
+    @contextmanager
+    def lockstep(self, step: StepArrays) -> Iterator[None]:
+        """Has all ranks compute a step while the caller does. An error in between leaves other
+        ranks waiting in an exchange: it ends the group, as EngineDeadError."""
+        # The slot's last step is over on all ranks: they took part in the exchanges of the next.
+        slot = self._num_steps % 2
+        self._segment.write(slot, step)
+        self._num_steps += 1
+        self.send({"do": "step", "slot": slot})
+        try:
+            yield
+        except BaseException as error:
+            reason = self._cause(_NOTICE_S) or f"a step of {self.size} ranks failed: {error}"
+            raise self._fail(reason) from error
+
+    def close(self) -> None:
+        """Ends the other ranks. Any thread but the watcher may call it, and again."""
+        with self._lock:
+            self._is_closing = True
+        for follower in self._followers:
+            follower.link.shut_down()
+        ends_s = time.monotonic() + _EXIT_S
+        for follower in self._followers:
+            try:
+                follower.process.wait(max(0.0, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                follower.process.kill()
+                follower.process.wait()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for follower in self._followers:
+            follower.link.close()
+        self._folder.cleanup()
+
+    def _await_all(self, what: str) -> None:
+        for follower in self._followers:
+            try:
+                answer, _ = follower.link.receive()
+            except (EOFError, OSError):
+                code = follower.process.wait(_EXIT_S)
+                raise EngineError(
+                    f"rank {follower.rank} of {self.size} died with exit code {code} before it "
+                    f"could {what}"
+                ) from None
+            if (error := answer.get("error")) is not None:
+                raise EngineError(f"rank {follower.rank} of {self.size} could not {what}: {error}")
+
+    def _watch(self) -> None:
+        """Runs until the group ends."""
+        poll = select.poll()
+        for follower in self._followers:
+            poll.register(follower.link.fileno(), 0)  # ends only
+        while self._death is None and not self._is_closing:
+            began_s = time.monotonic()
+            ended = poll.poll(1000 * BEAT_S)
+            if self._is_closing:
+                return
+            now_s = time.monotonic()
+            if ended:
+                self._fail(self._cause(_NOTICE_S) or "a rank closed its connection")
+            elif now_s - began_s < BEAT_S + _LATE_S:
+                for follower in self._followers:
+                    silent_s = now_s - self._segment.beats_s[follower.rank]
+                    if silent_s > _SILENCE_S:
+                        words = f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s"
+                        self._fail(words)
+                        return
+
+    def _cause(self, within_s: float = 0.0) -> str | None:
+        """Returns which rank has exited, perhaps only soon."""
+        ends_s = time.monotonic() + within_s
+        while self._death is None:
+            for follower in self._followers:
+                code = follower.process.poll()
+                if code is not None:
+                    return f"rank {follower.rank} of {self.size} died with exit code {code}"
+            if time.monotonic() >= ends_s:
+                break
+            time.sleep(0.01)
+        return None
+
+    def _fail(self, reason: str) -> EngineDeadError:
+        """Ends the group. Returns the first error."""
+        with self._lock:
+            if self._death is not None:
+                return self._death
+            self._death = death = EngineDeadError(reason)
+            on_death, is_closing = self._on_death, self._is_closing
+        if not is_closing:
+            logger.error("%s, the engine ends", reason)
+        for follower in self._followers:
+            follower.process.kill()
+        if on_death is not None:
+            on_death(death)
+        return death
+
+
+def _start(rank: int) -> _Follower:
+    own, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, json.dumps(sys.path), str(other.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(other.fileno(),),
+        )
+    return _Follower(rank, process, Link(own))

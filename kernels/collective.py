@@ -1,0 +1,94 @@
+"""The exchanges of the ranks that compute one model together: a sum, and columns side by side.
+
+Each rank adds the parts of all ranks in their order, so every rank has the same bits, and a row's
+do not depend on the rows beside it. Backends: `SOLO`, one rank, whose callers exchange nothing;
+gloo, over the CPU, the reference. Every rank makes the same calls in the same order; a call that
+cannot end raises RuntimeError. Uses tensors only.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+# A rank that waits longer for another gives up. Steps that hang end sooner: their watchers see it.
+TIMEOUT_S = 60.0
+_C10D: Any = distributed  # torch's stubs lack what follows
+
+
+class Collective(Protocol):
+    rank: int
+    size: int  # number of ranks; 1: no call is made
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' x [T, H], added in float32 and rounded once."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' x [T, C] side by side, [T, size * C]."""
+        ...
+
+
+class Solo:
+    """One rank alone."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+SOLO = Solo()
+
+
+class Gloo:
+    """Ranks on one host, over its loopback device."""
+
+    def __init__(
+        self,
+        store: Any,  # a torch.distributed.Store
+        rank: int,
+        size: int,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Returns once all ranks are there. Raises RuntimeError after `timeout_s`."""
+        self.rank = rank
+        self.size = size
+        options = _C10D.ProcessGroupGloo._Options()
+        options._devices = [_C10D.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group = _C10D.ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._exchange(x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of all ranks, in their order."""
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
+        if x.numel():
+            self._group.allgather([parts], [x.contiguous()]).wait()
+        return parts
+
+
+def meet(path: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Gloo:
+    """Joins the ranks that name the same file, which none of them has made before."""
+    store = _C10D.FileStore(str(path), size)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return Gloo(store, rank, size, timeout_s)

@@ -1,0 +1,308 @@
+"""An engine of several processes: the tokens of one rank, adapters, and the ends of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.errors import EngineDeadError, EngineError, UnsupportedModelError
+from engine.factory import FolderReader, open_engine
+from engine.runner import ModelRunner
+from engine.types import Request, Sample, SamplingParams, adapter_key
+from lora.adapter_key import WeightedAdapter
+from tests.engine_helpers import (
+    acquire,
+    make_base,
+    make_named_adapters,
+    make_runner,
+    make_sequence,
+    part,
+    random_prompt,
+    step,
+)
+from tests.waiting import until
+
+_SPECS = {
+    "all": (3, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    "qv": (17, ("q_proj", "v_proj")),
+    "down": (1, ("down_proj", "lm_head")),
+    "wide": (40, ("k_proj", "o_proj", "up_proj")),
+}
+_LOGPROBS = SamplingParams(temperature=0.0, max_tokens=64, logprobs=5, prompt_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("ranks") / "base", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return make_named_adapters(base, _SPECS)
+
+
+@pytest.fixture(scope="module")
+def runners(base: Path, adapters: dict[str, Path]) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """One rank, and two."""
+    alone, both = (
+        make_runner(base, tensor_parallel_size=size, num_threads=1, adapter_pool_bytes=1 << 21)
+        for size in (1, 2)
+    )
+    for name, path in adapters.items():
+        for runner in (alone, both):
+            runner.load_adapter(name, path)
+    yield alone, both
+    both.close()
+
+
+def _close(found: Sample, expected: Sample) -> bool:
+    if found.token_id != expected.token_id:
+        return False
+    pairs = list(zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True))
+    if found.logprobs is not None and expected.logprobs is not None:
+        pairs.append((found.logprobs, expected.logprobs))
+    return all(
+        abs(one.logprob - other.logprob) < 2e-5
+        and all(abs(a - b) < 2e-5 for (_, a), (_, b) in zip(one.top, other.top, strict=True))
+        for one, other in pairs
+    )
+
+
+_BOTH = adapter_key((WeightedAdapter("all", 0.5), WeightedAdapter("wide", 1.5)))
+_JOBS = st.lists(
+    st.tuples(
+        st.integers(1, 40),  # prompt
+        st.sampled_from((None, *_SPECS, _BOTH)),
+        st.integers(1, 17),  # tokens of a step
+        st.integers(0, 5),  # the step that it joins
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(jobs=_JOBS)
+def test_random_steps_of_two_ranks_give_the_samples_of_one(
+    jobs: list[tuple[int, str | None, int, int]], runners: tuple[ModelRunner, ModelRunner]
+) -> None:
+    results: list[list[Sample]] = []
+    for runner in runners:
+        keys = {key for _, key, _, _ in jobs if key is not None}
+        for key in keys:
+            acquire(runner, key)
+        sequences = [
+            make_sequence(random_prompt(length, seed=i), 24 * i, _LOGPROBS, key)
+            for i, (length, key, _, _) in enumerate(jobs)
+        ]
+        found: list[Sample] = []
+        for tick in range(10):
+            due = [
+                part(one, min(chunk, len(one.token_ids) - one.num_computed_tokens))
+                for one, (_, _, chunk, joins) in zip(sequences, jobs, strict=True)
+                if joins <= tick
+            ]
+            if due:
+                found += step(runner, *due)
+        results.append(found)
+        for key in keys:
+            runner.adapters.release(key)
+    alone, both = results
+    assert all(map(_close, both, alone))
+
+
+def test_an_adapter_that_comes_again_is_the_new_one_on_all_ranks(
+    base: Path, adapters: dict[str, Path], runners: tuple[ModelRunner, ModelRunner]
+) -> None:
+    other = make_named_adapters(base, {"other": (5, ("q_proj", "down_proj"))})["other"]
+    found: list[list[Sample]] = []
+    for runner in runners:
+        found.append([])
+        for path in (adapters["all"], other):
+            runner.load_adapter("again", path)
+            acquire(runner, "again")
+            sequence = make_sequence(random_prompt(9, 5), 0, _LOGPROBS, "again")
+            found[-1] += step(runner, part(sequence))
+            runner.adapters.release("again")
+            assert runner.unload_adapter("again")
+    alone, both = found
+    assert all(map(_close, both, alone))
+    assert not _close(both[0], both[1])
+
+
+def _engine_tokens(engine: Engine, adapters: list[str]) -> dict[tuple[str, int], list[int]]:
+    """Runs requests with equal beginnings and more KV than there are blocks."""
+    shared = random_prompt(24, seed=99)
+    for i in range(8):
+        prompt = (*shared, *random_prompt(5 + i, seed=i))
+        params = SamplingParams(max_tokens=14, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        adapter = [None, *adapters][i % (1 + len(adapters))]
+        engine.add_request(Request(f"r{i}", prompt, params, adapter))
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None
+            found.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+    return found
+
+
+def test_prefix_hits_preemption_and_few_blocks_for_adapters_change_no_token(
+    base: Path, adapters: dict[str, Path]
+) -> None:
+    """The second round finds the prefixes of the first."""
+    found = []
+    for size in (1, 2):
+        config = EngineConfig(
+            str(base),
+            "base",
+            device="cpu",
+            block_size=4,
+            num_blocks=40,
+            tensor_parallel_size=size,
+            num_threads=1,
+            adapter_pool_bytes=(1 << 20) // size,
+            max_num_batched_tokens=48,
+            max_num_seqs=6,
+        )
+        runner = ModelRunner(config)
+        for name, path in adapters.items():
+            runner.load_adapter(name, path)
+        engine = Engine(config, runner)
+        rounds = [_engine_tokens(engine, list(adapters)) for _ in range(2)]
+        load = engine.load()
+        assert load.prefix_hits
+        assert load.num_preemptions
+        found.append(rounds)
+        engine.close()
+    assert found[0] == found[1]
+
+
+async def _killed(base: Path, kill: signal.Signals, *, is_busy: bool) -> float:
+    """Returns the seconds from the signal to the end of the engine, whose requests all end."""
+    config = EngineConfig(
+        str(base), "base", device="cpu", tensor_parallel_size=2, num_threads=1, num_blocks=64
+    )
+    runners: list[ModelRunner] = []
+
+    def reader_of(runner: ModelRunner) -> FolderReader:
+        runners.append(runner)
+        return FolderReader(runner)
+
+    engine = await asyncio.to_thread(open_engine, config, reader_of)
+    assert runners[0].group is not None
+    (pid,) = runners[0].group.pids
+    died = threading.Event()
+    engine.on_death(lambda _: died.set())
+    engine.start()
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+
+    async def read(i: int) -> None:
+        async for _ in engine.generate(Request(f"r{i}", (3, 4, 5), params)):
+            pass
+
+    try:
+        reads = [asyncio.create_task(read(i)) for i in range(2 if is_busy else 0)]
+        if is_busy:
+            await until(lambda: engine.load().num_running == 2)
+        began_s = time.monotonic()
+        os.kill(pid, kill)
+        await until(died.is_set)
+        took_s = time.monotonic() - began_s
+        ends = await asyncio.gather(*reads, return_exceptions=True)
+        assert all(isinstance(end, EngineDeadError) for end in ends)
+        with pytest.raises(EngineDeadError):
+            await engine.submit(Request("late", (3,), params))
+        return took_s
+    finally:
+        engine.stop()
+
+
+def _children() -> set[int]:
+    path = Path(f"/proc/{os.getpid()}/task")
+    found = (task / "children" for task in path.iterdir())
+    return {int(pid) for one in found for pid in one.read_text().split()}
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_the_death_of_another_rank_ends_the_engine(base: Path, is_busy: bool) -> None:
+    took_s = asyncio.run(_killed(base, signal.SIGKILL, is_busy=is_busy))
+    assert took_s < 12
+
+
+def test_a_rank_that_hangs_ends_the_engine(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.parallel.group._SILENCE_S", 2.0)
+    asyncio.run(_killed(base, signal.SIGSTOP, is_busy=True))
+
+
+_OWNER = """
+import sys, time
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+runner = ModelRunner(EngineConfig(sys.argv[1], "base", device="cpu", tensor_parallel_size=2,
+                                  num_threads=1, num_blocks=8))
+print(runner.group.pids[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_other_ranks_end_with_the_first(base: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(base)], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        owner.kill()
+    asyncio.run(until(lambda: _is_gone(pid)))
+
+
+def _is_gone(pid: int) -> bool:
+    """Returns True for a process that has ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 4}, "4, which does not divide num_attention_heads 6"),
+        ({"tensor_parallel_size": 0}, "must be between 1 and 64"),
+        ({"tensor_parallel_size": 2, "quantization": "fp8"}, "quantization fp8 supports only 1"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_a_process_starts(
+    base: Path, changes: dict[str, object], words: str
+) -> None:
+    before = _children()
+    with pytest.raises(UnsupportedModelError, match=words):
+        make_runner(base, **changes)
+    assert _children() == before
+
+
+def test_a_rank_that_cannot_begin_gives_its_reason(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.parallel.group._MAIN", "raise SystemExit(3)")
+    before = _children()
+    with pytest.raises(EngineError, match="rank 1 of 2 died with exit code 3"):
+        make_runner(base, tensor_parallel_size=2)
+    assert _children() == before

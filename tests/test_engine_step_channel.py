@@ -1,0 +1,92 @@
+"""The messages between ranks: a step's arrays in a slot, small messages with files, and their
+limits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.inputs import StepArrays, step_arrays
+from engine.parallel.channel import Link, Shared, StepSegment, slot_size
+from engine.step_inputs import StepLimits
+from engine.types import SamplingParams, ScheduledBatch
+from kernels.paged_plan import HeadShape
+from tests.engine_helpers import BLOCK_SIZE, GREEDY, make_sequence, part, random_prompt
+
+_MAX_SEQS = 6
+_LIMITS = StepLimits(_MAX_SEQS, 24 * BLOCK_SIZE, BLOCK_SIZE, HeadShape(6, 2, 16), 512)
+_PARAMS = (GREEDY, SamplingParams(prompt_logprobs=1))
+_PARTS = st.lists(
+    st.tuples(
+        st.integers(1, 40),
+        st.sampled_from((None, "a", "0.5*a+b", "ü" * 40)),
+        st.integers(1, 12),
+        st.sampled_from(_PARAMS),
+    ),
+    min_size=1,
+    max_size=_MAX_SEQS,
+)
+
+
+def _segment() -> StepSegment:
+    return StepSegment(slot_size(12 * _MAX_SEQS, _LIMITS))
+
+
+def _step(parts: list[tuple[int, str | None, int, SamplingParams]]) -> StepArrays:
+    sequences = [
+        make_sequence(random_prompt(length, i), 24 * i, params, key)
+        for i, (length, key, _, params) in enumerate(parts)
+    ]
+    scheduled = tuple(
+        part(one, min(count, len(one.token_ids)))
+        for one, (_, _, count, _) in zip(sequences, parts, strict=True)
+    )
+    return step_arrays(ScheduledBatch(scheduled), BLOCK_SIZE)
+
+
+@settings(deadline=None)
+@given(first=_PARTS, second=_PARTS)
+def test_a_step_is_read_as_it_was_written_whatever_was_there_before(
+    first: list[tuple[int, str | None, int, SamplingParams]],
+    second: list[tuple[int, str | None, int, SamplingParams]],
+) -> None:
+    ours = _segment()
+    other = StepSegment(ours.slot_ints, os.dup(ours.file))
+    for parts in (first, second):
+        step = _step(parts)
+        ours.write(1, step)
+        found = other.read(1)
+        np.testing.assert_equal(asdict(found), asdict(step))
+
+
+def test_a_step_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit 64 integers"):
+        StepSegment(64).write(0, _step([(40, None, 40, GREEDY)]))
+
+
+def test_a_long_message_and_a_file_arrive_in_order() -> None:
+    own, other = map(Link, socket.socketpair())
+    shared = Shared(4096)
+    shared.tensor(0, 4).fill_(7)
+    blocks = list(range(20_000))
+    own.send({"do": "keep"}, shared.file)
+    # The peer has to read while a message of this length is sent.
+    sender = threading.Thread(target=own.send, args=({"blocks": blocks},))
+    sender.start()
+    message, file = other.receive()
+    assert message == {"do": "keep"}
+    assert file is not None
+    assert Shared(4096, file).tensor(0, 4).tolist() == [7] * 4
+    assert other.receive() == ({"blocks": blocks}, None)
+    sender.join()
+    own.close()
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()

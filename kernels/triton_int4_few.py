@@ -29,7 +29,7 @@ from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for
 from kernels.triton_linear_few import SHORT_CHUNK, new_planes_few, shrink_unit
 
 WALKED = 128  # bytes of a row that a warp reads at a time
-_FILLING = 264  # programs: two for each multiprocessor of an H100
+_MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +249,9 @@ def _start(
 
 
 def tile_for(height: int, *, on_hopper: bool) -> FewTile:
-    """Returns the tile of a weight of so many rows: eight warps where programs of four are too few
-    to fill the device. They and three stages need 200 KB of shared memory, elsewhere 67 KB."""
+    """Returns the tile of a weight of so many rows: eight warps where there is at most one program
+    for each multiprocessor. They need up to 200 KB of shared memory, four warps half of that;
+    elsewhere than on Hopper 67 KB must do."""
     if not on_hopper:
         return FewTile(32, 4, 2)
-    return FewTile(32, 4 if height >= 32 * _FILLING else 8, 3)
+    return FewTile(32, 8 if height <= 32 * _MULTIPROCESSORS else 4, 3)

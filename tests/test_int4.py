@@ -249,7 +249,7 @@ def test_auto_keeps_4_bits_where_kernels_multiply(
 
 @pytest.mark.parametrize("name", STORED)
 def test_kernels_can_be_compiled_from_config_json_alone(tmp_path: Path, name: str) -> None:
-    """One of the possible forms is the stored one, but for the order of columns, which no kernel
+    """The stored form is among the possible ones, but for the order of columns, which no kernel
     sees."""
     folder = write_int4(tmp_path, name)[1]
     model = read_model_config(folder)

@@ -45,6 +45,7 @@ from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.reference_step import ReferenceSteps
 from engine.resolved import (
+    check_speculation,
     resolve_backend,
     resolve_device,
     resolve_dtype,
@@ -79,6 +80,7 @@ class ModelRunner:
         self.num_threads = config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(self.num_threads)
         self.device = resolve_device(config)
+        check_speculation(config, self.device)
         uses_triton = resolve_backend(config, self.device)
         self.dtype = resolve_dtype(config, self.device)
         folder = Path(config.model_path)

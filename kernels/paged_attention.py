@@ -20,17 +20,20 @@ from kernels.backend import is_hopper, uses_triton
 from kernels.paged_plan import PagedPlan
 
 _GROUP_KEYS = 8192  # 64 sequences of 1000: 260 ms for 30 layers, 427 in one group
+_GROUP_QUERIES = 9  # of a sequence: a token and its draft; more are a chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one query each and of similar length, computed in one padded batch."""
+    """Sequences of few queries, the same number each, and of similar length, computed in one padded
+    batch."""
 
-    rows: torch.Tensor  # [n] rows of q
+    rows: torch.Tensor  # [n * num_queries] rows of q
     slots: torch.Tensor  # [n * length] rows of the flat cache; padding repeats a slot of its own
     kv_lens: torch.Tensor  # [n]
     max_kv_len: int
     num_padded: int
+    num_queries: int = 1  # of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +69,20 @@ def plan_attention(
     cost a sync."""
     starts, lengths = _to_list(query_start), _to_list(kv_lens)
     prefills: list[PrefillChunk] = []
-    decodes: list[int] = []
+    decodes: dict[int, list[int]] = {}  # by their queries
     for s, kv_len in enumerate(lengths):
         if kv_len == 0:  # padding, in a PagedPlan
             continue
-        if starts[s + 1] - starts[s] == 1:
-            decodes.append(s)
-        elif starts[s + 1] > starts[s]:
+        num_queries = starts[s + 1] - starts[s]
+        if num_queries == 1 or 1 < num_queries <= min(_GROUP_QUERIES, kv_len - 1):
+            decodes.setdefault(num_queries, []).append(s)
+        elif num_queries:
             slots = _slots(block_tables[s], kv_len, block_size)
             prefills.append(PrefillChunk(starts[s], starts[s + 1], slots, kv_len))
     groups = tuple(
-        _decode_group(bucket, starts, lengths, block_tables, block_size)
-        for bucket in _buckets(decodes, lengths)
+        _decode_group(bucket, num_queries, starts, lengths, block_tables, block_size)
+        for num_queries, members in decodes.items()
+        for bucket in _buckets(members, lengths)
     )
     return AttentionPlan(groups, tuple(prefills))
 
@@ -173,21 +178,30 @@ def paged_attention_reference(
     k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, Hkv, D]
     num_kv_heads, head_dim = k_flat.shape[1:]
     for i, group in enumerate(plan.decodes):
-        n = group.rows.shape[0]
+        n, num_queries = group.kv_lens.shape[0], group.num_queries
         shape = (n, group.max_kv_len, num_kv_heads, head_dim)
         k = _gather(k_flat, group.slots, plan, "k").view(shape).transpose(1, 2)
         v = _gather(v_flat, group.slots, plan, "v").view(shape).transpose(1, 2)
-        # The queries of one KV head are one batch of G rows: K and V are never repeated.
-        q_group = q.index_select(0, group.rows).view(n, num_kv_heads, -1, head_dim).float()
-        mask = _decode_mask(plan, i, sliding_window)
+        # The queries of one KV head are one batch of G rows each: K and V are never repeated.
+        q_group = q.index_select(0, group.rows)
+        if num_queries > 1:
+            q_group = q_group.view(n, num_queries, num_kv_heads, -1, head_dim).transpose(1, 2)
+        q_group = q_group.reshape(n, num_kv_heads, -1, head_dim).float()
+        mask = _decode_mask(plan, i, sliding_window, q_group.shape[2])
         if soft_cap is None and sinks is None:
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q_group, k, v, attn_mask=mask, scale=scale
             )
         else:
             head_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            if head_sinks is not None and num_queries > 1:
+                head_sinks = head_sinks.repeat(1, num_queries, 1)
             attended = _capped_attention(q_group, k, v, mask, scale, soft_cap, head_sinks)
-        out.index_copy_(0, group.rows, attended.reshape(n, -1, head_dim).to(q.dtype))
+        if num_queries > 1:
+            shape = (n, num_kv_heads, num_queries, -1, head_dim)
+            attended = attended.reshape(shape).transpose(1, 2)
+        attended = attended.reshape(group.rows.shape[0], -1, head_dim)
+        out.index_copy_(0, group.rows, attended.to(q.dtype))
     for i, chunk in enumerate(plan.prefills):
         k = _gather(k_flat, chunk.slots, plan, "k").transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
         v = _gather(v_flat, chunk.slots, plan, "v").transpose(0, 1)[:, None]
@@ -282,13 +296,14 @@ def _buckets(decodes: list[int], lengths: list[int]) -> list[list[int]]:
 
 def _decode_group(
     bucket: list[int],
+    num_queries: int,
     starts: list[int],
     lengths: list[int],
     block_tables: torch.Tensor,
     block_size: int,
 ) -> DecodeGroup:
     device = block_tables.device
-    rows = torch.tensor([starts[s] for s in bucket], device=device)
+    rows = torch.tensor([starts[s] + i for s in bucket for i in range(num_queries)], device=device)
     kv_lens = torch.tensor([lengths[s] for s in bucket], device=device)
     longest = lengths[bucket[0]]
     tables = block_tables.index_select(0, torch.tensor(bucket, device=device)).long()
@@ -297,7 +312,7 @@ def _decode_group(
     positions = torch.where(positions < kv_lens[:, None], positions, 0)
     slots = tables.gather(1, positions // block_size) * block_size + positions % block_size
     padded = sum(longest - lengths[s] for s in bucket)
-    return DecodeGroup(rows, slots.flatten(), kv_lens, longest, padded)
+    return DecodeGroup(rows, slots.flatten(), kv_lens, longest, padded, num_queries)
 
 
 def _slots(table: torch.Tensor, kv_len: int, block_size: int) -> torch.Tensor:
@@ -305,19 +320,26 @@ def _slots(table: torch.Tensor, kv_len: int, block_size: int) -> torch.Tensor:
     return table.long()[positions // block_size] * block_size + positions % block_size
 
 
-def _decode_mask(plan: AttentionPlan, index: int, window: int | None) -> torch.Tensor | None:
+def _decode_mask(
+    plan: AttentionPlan, index: int, window: int | None, num_rows: int
+) -> torch.Tensor | None:
+    """Returns [n, 1, 1 or num_rows, length]; `num_rows`: of a KV head, query by query."""
     group = plan.decodes[index]
     if window is not None and window >= group.max_kv_len:
         window = None
     key = ("decode", index, window)
     if key not in plan.masks:
         mask: torch.Tensor | None = None
-        if group.num_padded or window is not None:
+        if group.num_padded or window is not None or group.num_queries > 1:
             keys = torch.arange(group.max_kv_len, device=group.rows.device)
-            seen = keys < group.kv_lens[:, None]
+            before = torch.arange(group.num_queries - 1, -1, -1, device=group.rows.device)
+            ends = group.kv_lens[:, None, None] - before[:, None]  # [n, queries, 1]
+            seen = keys < ends
             if window is not None:
-                seen &= keys >= group.kv_lens[:, None] - window
-            mask = _additive(seen)[:, None, None]  # [n, 1, 1, length]
+                seen &= keys >= ends - window
+            if group.num_queries > 1:
+                seen = seen.repeat_interleave(num_rows // group.num_queries, 1)
+            mask = _additive(seen)[:, None]
         plan.masks[key] = mask
     return plan.masks[key]
 

@@ -108,7 +108,7 @@ def error(case: Case, window: int | None = None) -> float:
 
 
 DECODES = [(1, 1), (1, 3), (1, 4), (1, 5), (1, 8), (1, 40)]
-CHUNKS = [(5, 5), (4, 4), (3, 17), (2, 8)]
+CHUNKS = [(5, 5), (4, 4), (3, 17), (2, 8), (3, 15), (3, 30), (9, 40), (10, 40)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

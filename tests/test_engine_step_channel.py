@@ -13,15 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
 from engine.inputs import StepArrays, step_arrays
+from engine.largest_step import step_limits
+from engine.model_config import parse_model_config
 from engine.parallel.channel import Link, Shared, StepSegment, slot_size
-from engine.step_inputs import StepLimits
 from engine.types import SamplingParams, ScheduledBatch
-from kernels.paged_plan import HeadShape
-from tests.engine_helpers import BLOCK_SIZE, GREEDY, make_sequence, part, random_prompt
+from tests.engine_helpers import BLOCK_SIZE, GREEDY, VOCAB, make_sequence, part, random_prompt
 
 _MAX_SEQS = 6
-_LIMITS = StepLimits(_MAX_SEQS, 24 * BLOCK_SIZE, BLOCK_SIZE, HeadShape(6, 2, 16), 512)
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+}
+_CONFIG = EngineConfig("", "", max_num_seqs=_MAX_SEQS, block_size=BLOCK_SIZE)
+_LIMITS = step_limits(_CONFIG, parse_model_config(_MODEL, {}), 24 * BLOCK_SIZE, 1)
 _PARAMS = (GREEDY, SamplingParams(prompt_logprobs=1))
 _PARTS = st.lists(
     st.tuples(

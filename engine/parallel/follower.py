@@ -93,6 +93,7 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
         link.send({"error": f"{type(error).__name__}: {error}"})
         raise
     link.send({})
+    link.receive()  # every rank has its weights
     ranks = meet(Path(opening["store"]), shard.rank, shard.size)
     sizes, _ = link.receive()
     max_len = resolve_max_len(config, whole)

@@ -94,6 +94,7 @@ class Group:
         """Returns the exchanges, once every rank has its weights. Raises EngineError with a rank's
         reason."""
         self._await_all("read its weights")
+        self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
         return meet(self._store, 0, self.size)
 
     def serve(self, num_blocks: int, pool_bytes: int) -> None:

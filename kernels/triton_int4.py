@@ -84,12 +84,14 @@ def read_zeros(at, pair, mask):
     return (word & 15).to(tl.float32), ((word >> 4) & 15).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end"])
 def _write_out_kernel(
     values_ptr,  # [N, PAIRS * GROUP]
     scales_ptr,  # [PAIRS, N] int32
     zeros_ptr,  # [words, N] int32
-    out_ptr,  # [N, K]
+    out_ptr,  # [end - first, K]
+    first,  # row
+    end,
     K: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -101,9 +103,10 @@ def _write_out_kernel(
 ):
     PAIRS: tl.constexpr = (K + 2 * GROUP - 1) // (2 * GROUP)
     start_dependents(OVERLAPPED)
-    names = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    names = first + rows
     pairs = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
-    mask = (names < N) & (pairs < PAIRS)
+    mask = (names < end) & (pairs < PAIRS)
     places = tl.arange(0, GROUP)[None, None, :]
     at = (names * PAIRS + pairs)[:, :, None] * GROUP + places
     w = tl.load(values_ptr + at, mask=mask[:, :, None], other=0)
@@ -117,9 +120,9 @@ def _write_out_kernel(
     low = (low - zero_0[:, :, None]) * even[:, :, None]
     high = (high - zero_1[:, :, None]) * odd[:, :, None]
     column = pairs[:, :, None] * 2 * GROUP + places
-    out_at = out_ptr + names[:, :, None] * K + column
+    out_at = out_ptr + rows[:, :, None] * K + column
     wait_for_inputs(OVERLAPPED)  # an earlier product may still read the memory that is written
-    live = (names < N)[:, :, None]
+    live = (names < end)[:, :, None]
     type = out_ptr.dtype.element_ty
     tl.store(out_at, low.to(type), mask=live & (column < K))
     tl.store(out_at + GROUP, high.to(type), mask=live & (column + GROUP < K))
@@ -137,17 +140,23 @@ def pointers(weight: Int4Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return weight.values, scales, scales if weight.zeros is None else weight.zeros.view(torch.int32)
 
 
-def launch_write_out(weight: Int4Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values [N, K], rounded once to `dtype`; columns stay sorted by their groups."""
+def launch_write_out(
+    weight: Int4Rows, dtype: torch.dtype, first: int = 0, end: int | None = None
+) -> torch.Tensor:
+    """Returns the values of the rows from `first` to `end`, None: the last, rounded once to
+    `dtype`; columns stay sorted by their groups."""
     height, width = weight.shape
-    out = torch.empty((height, width), dtype=dtype, device=weight.device)
+    end = height if end is None else end
+    out = torch.empty((end - first, width), dtype=dtype, device=weight.device)
     block_p = max(1, _WRITE_COLUMNS // (2 * weight.group_size))
     pairs = weight.scales.shape[0]
     _launch(
-        (-(-pairs // block_p), -(-height // _WRITE_N), 1),
+        (-(-pairs // block_p), -(-(end - first) // _WRITE_N), 1),
         (*pointers(weight), out),
         (),
         (
+            first,
+            end,
             width,
             height,
             weight.group_size,

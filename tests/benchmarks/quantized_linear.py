@@ -12,8 +12,8 @@ H100's data sheet).
 FP8: `fp8` is all that a layer does, it quantises the rows and multiplies; `fp8_product` has them
 quantised; `scaled_mm` is the library's product at every number of rows. 4 bits, in groups of
 `--group` columns, with zero points after `--zeros`: `int4` is what a layer does, `int4_of_many` the
-kernel of more rows, `write_out` writes the weight in bfloat16 and lets cuBLAS multiply, `tinygemm`
-is torch's `_weight_int4pack_mm`.
+kernel of more rows, `write_out` writes the weight in bfloat16 and lets cuBLAS multiply,
+`write_out_parts` does so by parts of 32 MiB, `tinygemm` is torch's `_weight_int4pack_mm`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tests.benchmarks.report import Report, print_table
 SITES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 8, 32, 64, 128, 512, 2048)
 CACHE_BYTES = 4 * 60e6
+WRITTEN_BYTES = 32 * 1024**2  # of a weight that is written out in parts
 ROUNDS = 15
 BYTES_A_US = {"H200": 4.46e6, "H100": 3.35e6}
 LARGEST_ERROR = 4e-3
@@ -181,6 +182,8 @@ def fp8_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
 def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
     yield "int4", lambda data: linear(data.x, data.quantised, None)
     yield "write_out", write_out
+    if num_rows > FEW_ROWS:
+        yield "write_out_parts", write_out_parts
     yield "tinygemm", tinygemm
     if num_rows <= FEW_ROWS:
         yield "int4_of_many", lambda data: int4_linear.int4_linear_many(data.x, data.int4, None)
@@ -197,6 +200,18 @@ def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
 
 def write_out(data: Data) -> torch.Tensor:
     return functional.linear(data.x, launch_write_out(data.int4, data.x.dtype))
+
+
+def write_out_parts(data: Data) -> torch.Tensor:
+    """Writes out as many rows at a time as the second-level cache holds."""
+    height, width = data.int4.shape
+    y = data.x.new_empty((data.x.shape[0], height))
+    step = WRITTEN_BYTES // (2 * width) // 128 * 128  # whole tiles
+    for first in range(0, height, step):
+        end = min(first + step, height)
+        part = launch_write_out(data.int4, data.x.dtype, first, end)
+        torch.mm(data.x, part.T, out=y[:, first:end])
+    return y
 
 
 def tinygemm(data: Data) -> torch.Tensor:

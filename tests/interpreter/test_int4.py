@@ -56,6 +56,7 @@ def test_values_are_written_out_rounded_once(form: str, dtype: torch.dtype) -> N
         if weight.order is not None:
             exact = exact[:, weight.order]
         assert torch.equal(launch_write_out(weight, dtype), exact.to(dtype))
+        assert torch.equal(launch_write_out(weight, dtype, 3, 14), exact[3:14].to(dtype))
 
 
 @pytest.mark.parametrize("runs", RUNS)

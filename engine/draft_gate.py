@@ -19,7 +19,7 @@ _BUCKETS = 7  # of lengths in powers of two
 _KEEP = 0.98  # factor on earlier trials of a source at each new one of the same bucket
 _OWN_KEEP = 0.9  # the same of a sequence: the text changes
 _OWN_WEIGHT = 3.0  # hits by which a sequence is taken for an average one at first
-_PRIOR = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # before the first trials
+_PRIOR = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # before the first trials: as of the demo
 _PRIOR_WEIGHT = 2.0
 _MOST_SOURCES = 4096
 _MOST = 0.98  # of a probability
@@ -27,6 +27,7 @@ _GAIN = 1.03  # a draft that is expected to save less is left out
 _NEWEST = 0.1  # share of a new step in the mean of its kind
 _FAR = 4.0  # times its mean: an exception, such as a step that compiles
 _STALE = 64  # steps after which the steps without drafts are measured again
+_SIZES = 16  # of draft tokens in a step, in powers of two
 _FORGOTTEN = 512  # steps after which an old measurement does not keep drafts out any more
 
 
@@ -103,12 +104,15 @@ class _Mean:
     num_drafted: float
     seconds: float
     last_step: int
+    num_steps: int = 1
 
     def add(self, num_sequences: int, num_drafted: int, seconds: float, step: int) -> None:
+        self.num_steps += 1
+        share = max(_NEWEST, 1.0 / self.num_steps)
         seconds = min(seconds, _FAR * self.seconds)
-        self.num_sequences += _NEWEST * (num_sequences - self.num_sequences)
-        self.num_drafted += _NEWEST * (num_drafted - self.num_drafted)
-        self.seconds += _NEWEST * (seconds - self.seconds)
+        self.num_sequences += share * (num_sequences - self.num_sequences)
+        self.num_drafted += share * (num_drafted - self.num_drafted)
+        self.seconds += share * (seconds - self.seconds)
         self.last_step = step
 
 
@@ -142,29 +146,52 @@ class DraftGate:
         counts = [0] * len(survivals)
         if self.is_stale(num_sequences):
             return counts
-        plain_s = self._seconds(num_sequences, 0, row_s)
+        (_, plain_s), *points = self._points(num_sequences, row_s)
+        # Unknown sizes are tried from small ones on: a wrong guess then costs little.
+        limit = int(2 * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
         best = sorted(
             ((value, index) for index, values in enumerate(survivals) for value in values),
             key=lambda pair: -pair[0],
         )
         rate, most, expected = _GAIN * num_sequences / plain_s, 0, float(num_sequences)
-        for count, (value, _) in enumerate(best, 1):
+        for count, (value, _) in enumerate(best[:limit], 1):
             expected += value
-            found = expected / self._seconds(num_sequences, count, row_s)
+            found = expected / _seconds(count, plain_s, points, row_s)
             if found > rate:
                 rate, most = found, count
         for _, index in best[:most]:
             counts[index] += 1
         return counts
 
-    def _seconds(self, num_sequences: int, num_drafted: int, row_s: float) -> float:
-        """Returns the expected duration of a step, from the nearest kind of step that was measured
-        lately and has no more draft tokens."""
+    def _points(self, num_sequences: int, row_s: float) -> list[tuple[float, float]]:
+        """Returns the (draft tokens, seconds) of measured steps of about so many sequences, by
+        their draft tokens."""
         size = num_sequences.bit_length()
-        for bits in range(num_drafted.bit_length(), -1, -1):
+        points = []
+        for bits in range(_SIZES):
             mean = self._means.get((size, bits))
             if mean is not None and (not bits or self._step - mean.last_step <= _FORGOTTEN):
-                rows = num_sequences - mean.num_sequences + num_drafted - mean.num_drafted
-                return max(0.5 * mean.seconds, mean.seconds + rows * row_s)
-        raise AssertionError("a step without drafts was measured before")
+                seconds = mean.seconds + row_s * (num_sequences - mean.num_sequences)
+                points.append((mean.num_drafted, max(0.5 * mean.seconds, seconds)))
+        return points
+
+
+def _seconds(
+    count: int, plain_s: float, points: Sequence[tuple[float, float]], row_s: float
+) -> float:
+    """Returns the expected duration of a step with so many draft tokens. `points`: of steps with
+    drafts; a part of their cost may be the same for any number of draft tokens, as where only steps
+    without have graphs."""
+    if not points:
+        return plain_s + row_s * count
+    before = points[0]
+    if count <= before[0]:
+        return max(plain_s, before[1] - row_s * (before[0] - count))
+    slope = row_s
+    for point in points[1:]:
+        slope = max(0.0, point[1] - before[1]) / max(1.0, point[0] - before[0])
+        if count <= point[0]:
+            break
+        before = point
+    return before[1] + slope * (count - before[0])

@@ -32,6 +32,7 @@ from lora.pool import AdapterPool
 from lora.sites import Site, Slice
 from tests.fakes import FakeModel, FakeRunner, FakeStep, solo_tokens
 from tests.lora_helpers import HandCopier, HandEvent
+from tests.speculation_helpers import ScriptedDrafter
 
 _MOST_STEPS = 20_000  # to the end of all requests; an engine needs some hundred
 _DEADLOCK_S = 30.0  # an engine behind its thread needs a fraction of a second
@@ -143,6 +144,10 @@ class Fuzz:
         self.runner.runs_ahead = rng.random() < 0.8
         self.names = [f"adapter-{i}" for i in range(1, rng.randint(2, 7))]
         self.runner.ranks = {name: rng.choice((1, 16, 17, 32)) for name in self.names}
+        model = self.runner.model_config
+        drafter = ScriptedDrafter(
+            "half", 16, lambda s: solo_tokens(s.request, s.choice, model), seed
+        )
         self.engine = Engine(
             EngineConfig(
                 "",
@@ -152,8 +157,10 @@ class Fuzz:
                 max_num_seqs=rng.choice((1, 2, 5, 8)),
                 enable_prefix_caching=rng.random() < 0.8,
                 max_adapter_overtakes=rng.choice((0, 1, 4, 256)),
+                speculation=("off", "suffix", "auto", "suffix")[seed % 4],
             ),
             self.runner,
+            drafter=drafter,
         )
         self.may_fail = rng.random() < 0.4
         self.prefixes = [[rng.randint(1, 15) for _ in range(max_len)] for _ in range(3)]

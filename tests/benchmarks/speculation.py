@@ -224,11 +224,11 @@ def measure_shape(arguments: argparse.Namespace) -> None:
     shape = SHAPES[arguments.shape]
     draw = random.Random(1)
     drafter = ReplayedDrafter(arguments.acceptance)
-    others = {"speculation": "auto", "num_speculative_tokens": arguments.draft_tokens}
+    others = {"num_speculative_tokens": arguments.draft_tokens}
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(shape, Path(folder), arguments.device, others=others)
         config = settings.config("off")
-        runner = ModelRunner(config)
+        runner = ModelRunner(config)  # with "off": a served engine refuses drafts on CUDA
         params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
         for concurrency in map(int, arguments.concurrency.split(",")):
             variants = [Variant(mode, config, runner, drafter) for mode in arguments.modes]

@@ -1,0 +1,141 @@
+"""Drafts from earlier text: whose text, which place, how much memory."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.drafts import Draft
+from engine.suffix_drafter import TOKEN_BYTES, SuffixDrafter
+from engine.types import Request, SamplingParams, Sequence
+
+MIB = 1024 * 1024
+
+
+def sequence_of(
+    token_ids: list[int],
+    adapter: str | None = None,
+    salt: str = "",
+    num_prompt: int | None = None,
+    choice: int = 0,
+) -> Sequence:
+    count = len(token_ids) if num_prompt is None else num_prompt
+    request = Request("r", tuple(token_ids[:count]), SamplingParams(n=2), adapter, salt)
+    return Sequence(request, choice, 0, list(token_ids))
+
+
+def learn(
+    drafter: SuffixDrafter, *texts: list[int], adapter: str | None = None, salt: str = ""
+) -> None:
+    for token_ids in texts:
+        sequence = sequence_of(token_ids, adapter, salt)
+        drafter.propose(sequence, 1)
+        drafter.end(sequence)
+
+
+def test_a_draft_is_what_followed_the_same_tokens_before() -> None:
+    drafter = SuffixDrafter(MIB)
+    learn(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert drafter.propose(sequence_of([20, 3, 4]), 3) == Draft((5, 6, 7), 2)
+    assert drafter.propose(sequence_of([20, 2, 3, 4, 5]), 9) == Draft((6, 7, 8, 9), 4)
+    assert drafter.propose(sequence_of([20, 9, 8]), 3) == Draft((9,), 1)
+    assert drafter.propose(sequence_of([20, 21]), 3) is None
+
+
+def test_a_draft_comes_from_the_prompt_and_from_the_output_so_far() -> None:
+    drafter = SuffixDrafter(MIB)
+    sequence = sequence_of([1, 2, 3, 4, 9], num_prompt=5)
+    assert drafter.propose(sequence, 4) is None
+    sequence.token_ids += [1, 2]
+    assert drafter.propose(sequence, 2) == Draft((3, 4), 2)
+    sequence.token_ids += [8, 7, 6, 8, 7]
+    assert drafter.propose(sequence, 1) == Draft((6,), 2)
+
+
+def test_a_longer_match_goes_before_a_newer_one() -> None:
+    drafter = SuffixDrafter(MIB)
+    learn(drafter, [1, 2, 3, 4, 50, 51], [9, 9, 3, 4, 60, 61])
+    assert drafter.propose(sequence_of([7, 1, 2, 3, 4]), 2) == Draft((50, 51), 4)
+    assert drafter.propose(sequence_of([7, 8, 3, 4]), 2) == Draft((60, 61), 2)
+
+
+def test_a_repetition_is_continued_beyond_the_text() -> None:
+    drafter = SuffixDrafter(MIB)
+    draft = drafter.propose(sequence_of([5, 1, 2, 3, 1, 2, 3]), 7)
+    assert draft == Draft((1, 2, 3, 1, 2, 3, 1), 3)
+
+
+def test_the_text_of_another_tenant_or_adapter_is_never_read() -> None:
+    drafter = SuffixDrafter(MIB)
+    learn(drafter, [1, 2, 3, 4, 5], adapter="a", salt="tenant")
+    for adapter, salt in ((None, "tenant"), ("b", "tenant"), ("a", ""), ("a", "other")):
+        assert drafter.propose(sequence_of([8, 1, 2], adapter, salt), 2) is None
+    assert drafter.propose(sequence_of([8, 1, 2], "a", "tenant"), 2) == Draft((3, 4), 2)
+
+
+def test_the_choices_of_a_request_put_its_prompt_in_once() -> None:
+    drafter = SuffixDrafter(MIB)
+    prompt = list(range(100))
+    for choice in (0, 1):
+        sequence = sequence_of([*prompt, 7], num_prompt=100, choice=choice)
+        drafter.propose(sequence, 1)
+        drafter.end(sequence)
+    assert drafter.num_tokens == 100
+
+
+def test_the_index_stays_below_its_bytes_and_keeps_the_newest_text() -> None:
+    """All n-grams differ, so that each has an entry: the most memory of a token."""
+    bound = 2 * MIB
+    draw = random.Random(0)
+    drafter = SuffixDrafter(bound)
+    text = [0]
+    tracemalloc.start()
+    try:
+        held, _ = tracemalloc.get_traced_memory()
+        for index in range(120):
+            text = [draw.randrange(1 << 17) for _ in range(300)]
+            learn(drafter, text, adapter=f"adapter-{index % 7}")
+            assert tracemalloc.get_traced_memory()[0] - held < bound
+            assert drafter.num_tokens <= bound // TOKEN_BYTES
+    finally:
+        tracemalloc.stop()
+    assert drafter.num_tokens > 0.8 * bound / TOKEN_BYTES
+    assert drafter.propose(sequence_of(text[:40], "adapter-1"), 3) is None
+    assert drafter.propose(sequence_of(text[:40], "adapter-0"), 3) is not None
+
+
+def test_a_prompt_longer_than_the_index_is_taken_in_parts() -> None:
+    drafter = SuffixDrafter(100 * TOKEN_BYTES)
+    sequence = sequence_of(list(range(5000)))
+    for _ in range(500):
+        drafter.propose(sequence, 1)
+        assert drafter.num_tokens <= 100
+    sequence.token_ids += [4990, 4991]
+    assert drafter.propose(sequence, 2) == Draft((4992, 4993), 2)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6),
+    st.integers(1, 9),
+)
+def test_a_draft_followed_its_match_somewhere(texts: list[list[int]], limit: int) -> None:
+    drafter = SuffixDrafter(MIB)
+    for token_ids in texts[:-1]:
+        learn(drafter, token_ids)
+    sequence = sequence_of(texts[-1][:1])
+    for token_id in texts[-1][1:]:
+        sequence.token_ids.append(token_id)
+        draft = drafter.propose(sequence, limit)
+        if draft is None:
+            continue
+        assert 1 <= len(draft.token_ids) <= limit
+        known = sequence.token_ids[-draft.match_length :] + list(draft.token_ids)
+        own = sequence.token_ids + list(draft.token_ids)  # a repetition that goes on
+        assert any(contains(text, known) for text in (*texts[:-1], own[:-1]))
+
+
+def contains(text: list[int], part: list[int]) -> bool:
+    return any(text[i : i + len(part)] == part for i in range(len(text)))

@@ -163,7 +163,7 @@ def _engine_tokens(engine: Engine, adapters: list[str]) -> dict[tuple[str, int],
     return found
 
 
-def test_prefix_hits_preemption_and_few_blocks_for_adapters_change_no_token(
+def test_prefix_hits_preemption_drafts_and_few_blocks_for_adapters_change_no_token(
     base: Path, adapters: dict[str, Path]
 ) -> None:
     """The second round finds the prefixes of the first."""
@@ -180,6 +180,7 @@ def test_prefix_hits_preemption_and_few_blocks_for_adapters_change_no_token(
             adapter_pool_bytes=(1 << 20) // size,
             max_num_batched_tokens=48,
             max_num_seqs=6,
+            speculation="suffix",
         )
         runner = ModelRunner(config)
         for name, path in adapters.items():
@@ -189,6 +190,7 @@ def test_prefix_hits_preemption_and_few_blocks_for_adapters_change_no_token(
         load = engine.load()
         assert load.prefix_hits
         assert load.num_preemptions
+        assert load.num_accepted_tokens
         found.append(rounds)
         engine.close()
     assert found[0] == found[1]

@@ -108,7 +108,7 @@ class Int4Rows:
         """Returns the rows unpacked."""
         size, columns = self.group_size, self.columns
         groups = -(-columns // size)
-        numbers = self.values.reshape(self.shape[0], -1, size)
+        numbers = self.values.reshape(self.shape[0], self.scales.shape[0], size)
         q = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)[:, :columns]
         scales = self.scales.transpose(0, 1).flatten(1)[:, :groups]
         zeros = None
@@ -129,11 +129,11 @@ class Int4Rows:
         size, pairs = self.group_size, self.scales.shape[0]
         q = rows.q.to(self.device)
         q = torch.nn.functional.pad(q, (0, 2 * pairs * size - q.shape[1]), value=MIDDLE)
-        even, odd = q.reshape(-1, pairs, 2, size).unbind(2)
+        even, odd = q.reshape(len(q), pairs, 2, size).unbind(2)
         self.values.copy_((even | (odd << 4)).flatten(1))
         scales = self.scales.new_zeros(len(q), 2 * pairs)
         scales[:, : rows.scales.shape[1]] = rows.scales
-        self.scales.copy_(scales.reshape(-1, pairs, 2).transpose(0, 1))
+        self.scales.copy_(scales.reshape(len(q), pairs, 2).transpose(0, 1))
         if self.zeros is None:
             assert rows.zeros is None
             return
@@ -141,7 +141,7 @@ class Int4Rows:
         zeros = self.zeros.new_full((len(q), 2 * words * _PAIRS_A_WORD), MIDDLE)
         if rows.zeros is not None:
             zeros[:, : rows.zeros.shape[1]] = rows.zeros
-        even, odd = zeros.reshape(-1, words, _PAIRS_A_WORD, 2).unbind(3)
+        even, odd = zeros.reshape(len(q), words, _PAIRS_A_WORD, 2).unbind(3)
         self.zeros.copy_((even | (odd << 4)).transpose(0, 1))
 
     def write_nearest_(self, weight: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ def nearest(weight: torch.Tensor, group_size: int, scale_type: torch.dtype) -> I
     columns = weight.shape[1]
     groups = -(-columns // group_size)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * group_size - columns))
-    wide = padded.reshape(-1, groups, group_size)
+    wide = padded.reshape(len(weight), groups, group_size)
     scales = (wide.abs().amax(2) / 7).to(scale_type)
     steps = wide / scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, :, None]
     q = (steps.round().clamp(-7, 7) + MIDDLE).to(torch.uint8)

@@ -83,6 +83,7 @@ def test_packed_rows_hold_every_value(form: Int4Format, columns: int) -> None:
     wanted[:, order if form.has_order else slice(None)] = made.float(form.group_size)
     assert torch.equal(rows.float(), wanted)
     assert torch.equal(rows[torch.tensor([3, 17])].float(), wanted[[3, 17]])
+    assert rows[torch.tensor([], dtype=torch.long)].float().shape == (0, columns)
     assert torch.equal(torch.cat([part.float() for part in rows.split(7)]), wanted)
     assert rows.nbytes == form.num_bytes(24, columns)
     assert rows.shape == (24, columns)

@@ -68,6 +68,11 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{"name": "a", "engine": {"blok_size": 8}}]}, "blok_size"),
         ({"models": [{"name": "a", "engine": {"device": "tpu"}}]}, "device"),
         ({"models": [{"name": "a", "engine": {"max_lora_rank": 513}}]}, "max_lora_rank"),
+        ({"models": [{"name": "a", "engine": {"speculation": "on"}}]}, "speculation"),
+        (
+            {"models": [{"name": "a", "engine": {"num_speculative_tokens": 0}}]},
+            "num_speculative_tokens",
+        ),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
         ({"models": [{}]}, "name"),
         (

@@ -29,6 +29,5 @@ class Drafter(Protocol):
         ...
 
     def end(self, sequence: Sequence) -> None:
-        """Notes that the sequence gets no more tokens. Called also for sequences without a
-        proposal."""
+        """Notes that a sequence, for which it was asked before, gets no more tokens."""
         ...

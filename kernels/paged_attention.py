@@ -198,8 +198,8 @@ def paged_attention_reference(
                 head_sinks = head_sinks.repeat(1, num_queries, 1)
             attended = _capped_attention(q_group, k, v, mask, scale, soft_cap, head_sinks)
         if num_queries > 1:
-            shape = (n, num_kv_heads, num_queries, -1, head_dim)
-            attended = attended.reshape(shape).transpose(1, 2)
+            by_query = attended.reshape(n, num_kv_heads, num_queries, -1, head_dim)
+            attended = by_query.transpose(1, 2)
         attended = attended.reshape(group.rows.shape[0], -1, head_dim)
         out.index_copy_(0, group.rows, attended.to(q.dtype))
     for i, chunk in enumerate(plan.prefills):

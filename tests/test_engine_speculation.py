@@ -7,10 +7,21 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 
 import pytest
+import torch
 
 from engine.core import Engine
+from engine.errors import UnsupportedModelError
 from engine.kv_layout import kv_layout
-from engine.types import Request, ResumedChoice, Sequence, TokenOutput
+from engine.outputs import kept_draws
+from engine.resolved import check_speculation
+from engine.types import (
+    Request,
+    ResumedChoice,
+    Sample,
+    ScheduledSequence,
+    Sequence,
+    TokenOutput,
+)
 from tests.fakes import (
     FakeModel,
     FakePool,
@@ -137,6 +148,30 @@ def test_a_draft_takes_no_block_that_a_running_sequence_needs_next() -> None:
         request = make_request(f"r{i}", 4, max_tokens=8, seed=i)
         assert tokens_of(outputs, f"r{i}") == solo_tokens(request, 0, runner.model_config)
     assert engine.load().num_preemptions == 0
+
+
+def test_drafts_on_a_cuda_device_are_refused_before_anything_is_loaded() -> None:
+    device = torch.device("cuda")
+    check_speculation(make_config(), device)
+    check_speculation(make_config(speculation="auto"), torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="speculation is auto: on a CUDA device"):
+        check_speculation(make_config(speculation="auto"), device)
+
+
+def test_a_run_that_breaks_ends_its_request_after_the_tokens_before() -> None:
+    """The second draw is not finite: the next step meets it again."""
+    sequence = Sequence(make_request(), 0, 0, [1, 2, 3, 4])
+    item = ScheduledSequence(sequence, 3, 6, True, (7, 8))
+    broken = Sample(None, is_finite=False)
+    assert kept_draws(item, Sample(7, after_draft=(broken, Sample(9)))) == (
+        Sample(7, after_draft=(broken, Sample(9))),
+    )
+    kept = kept_draws(item, Sample(7, after_draft=(Sample(8), Sample(9))))
+    assert [draw.token_id for draw in kept] == [7, 8, 9]
+    kept = kept_draws(item, Sample(7, after_draft=(Sample(5), Sample(9))))
+    assert [draw.token_id for draw in kept] == [7, 5]
+    kept = kept_draws(item, Sample(6, after_draft=(Sample(8), Sample(9))))
+    assert [draw.token_id for draw in kept] == [6]
 
 
 def random_requests(draw: random.Random, count: int, max_len: int) -> list[Request]:

@@ -72,6 +72,11 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
             {"models": [{"name": "a", "engine": {"tensor_parallel_size": 2}}]},
             "tensor_parallel_size is 2 and device is auto: more than one rank needs device cpu",
         ),
+        ({"models": [{"name": "a", "engine": {"speculation": "on"}}]}, "speculation"),
+        (
+            {"models": [{"name": "a", "engine": {"num_speculative_tokens": 0}}]},
+            "num_speculative_tokens",
+        ),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
         ({"models": [{}]}, "name"),
         (

@@ -284,3 +284,27 @@ async def test_a_collection_that_failed_is_not_kept() -> None:
     scrape._collect = collection = Collection()
     collection.may_end.set()
     assert await scrape.text(60.0) == b"1"
+
+
+def test_drafts_are_counted_under_vllms_names() -> None:
+    metrics = EngineMetrics("m", "e", 16, 0)
+    load = EngineLoad(
+        num_drafts=3, num_draft_tokens=12, num_accepted_tokens=5, accepted_per_position=(3, 2, 0)
+    )
+    metrics.observe_step(StepOutput((), load), 1.0)
+    found = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name.startswith("vllm:spec_decode")
+    }
+    name = "vllm:spec_decode_num_"
+    assert found == {
+        (name + "drafts_total", None): 3,
+        (name + "draft_tokens_total", None): 12,
+        (name + "accepted_tokens_total", None): 5,
+        **{
+            (name + "accepted_tokens_per_pos_total", str(i)): count
+            for i, count in enumerate((3, 2, 0))
+        },
+    }

@@ -196,6 +196,7 @@ WRONG: dict[str, list[object]] = {
     "stream": ["true"],
     "stream_options": [{"include_usage": True}],
     "ignore_eos": [1],
+    "speculation": ["sometimes", True],
     "prompt_logprobs": [21],
     "user": [5, "x" * 257],
     "safety_identifier": ["x" * 257],

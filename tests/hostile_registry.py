@@ -250,6 +250,7 @@ def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     patch.setattr(fleet, "serve", controller)
     patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
+    patch.setattr(manager, "_SETTLED_POLL_S", 0.02)
     patch.setattr("serve_app.control.watcher.MIN_PAUSE_S", 0.01)
     nodes = SimpleNamespace(cluster_resources=dict, nodes=lambda: [{"Alive": True}])
     patch.setattr(manager, "ray", nodes)

@@ -268,6 +268,16 @@ class Fleet:
             if base.is_running and base.model.autoscaling is not None
         }
 
+    @property
+    def is_settled(self) -> bool:
+        """Returns True if the last round found nothing that is about to change by itself."""
+        return all(
+            line.state in ("running", "asleep")
+            and line.replicas == line.wanted_replicas
+            and not line.draining_replicas
+            for line in self.lines
+        )
+
     def _lines_of(
         self, served: Sequence[ServedBase], catalog: Catalog, status: ServeStatus, now_s: float
     ) -> tuple[BaseLine, ...]:

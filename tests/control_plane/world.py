@@ -176,6 +176,7 @@ def fake_world(database: Database, models: tuple[ModelArgs, ...], seed: int) -> 
         patch.setattr("registry.mlflow_errors.time", clock)
         patch.setattr("os.fsync", lambda _: None)
         patch.setattr(manager, "_STATUS_POLL_S", 0.5)
+        patch.setattr(manager, "_SETTLED_POLL_S", 0.5)
         # Each write would read the whole model first, to see whether it is a prompt.
         patch.setattr("mlflow.MlflowClient._raise_if_prompt", lambda *_: None)
         millis = "mlflow.store.model_registry.sqlalchemy_store.get_current_time_millis"

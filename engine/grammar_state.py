@@ -102,6 +102,14 @@ class GrammarState:
             return None  # it ends the output, and is no text of the grammar
         return None if matcher.consume_token(token_id) else failure(matcher)
 
+    def allows(self, token_id: int) -> bool:
+        """Returns False if the grammar refuses this token; nothing changes."""
+        matcher = self._matcher
+        if self._starts_after is not None or token_id in self.ending_stop_ids:
+            return True
+        assert matcher is not None
+        return matcher.validate_tokens([token_id]) == 1
+
     def take_forced(self, limit: int) -> list[int]:
         """Records and returns the tokens that follow without a choice, at most `limit`. They are
         the tokens that masks would leave alone one by one."""

@@ -45,6 +45,8 @@ def add_tokens(
     state = sequence.grammar_state
     end = None
     for index, token_id in enumerate(drawn):
+        if index and state is not None and not state.allows(token_id):
+            return None  # its mask failed, of a copy of the state: the next step's fails, too
         error = None if state is None else state.advance(token_id)
         if error is not None:
             return None if index else error  # the next step fails with the same reason

@@ -359,9 +359,9 @@ class Scheduler:
 
     def _commit_draft(self, item: ScheduledSequence, num_kept: int) -> None:
         """Records the tokens of a draft that were drawn. The slots of the others are written
-        again."""
+        again, and so is that of the newest token if its grammar refused the draw after it."""
         sequence, start = item.sequence, item.known_end
-        end = min(start + num_kept, len(sequence.token_ids))
+        end = min(start + num_kept, len(sequence.token_ids) - 1)
         self._tables.commit(ScheduledSequence(sequence, start, end, False))
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = end
 

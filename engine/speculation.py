@@ -19,6 +19,9 @@ from engine.types import Sequence as Choice
 
 # Steps that run ahead while the gate is closed, for one that does not: 0.4 ms of 16 steps.
 _TRIED_EVERY = 16
+# Steps with drafts, for one that has none whatever matches: it measures the cost of steps, without
+# which one request that always drafts would leave those of `auto` and the prompts without measure.
+_PLAIN_EVERY = 48
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Speculation:
         self._running: dict[Choice, _Guessed] = {}
         self._is_open = False  # the gate let a draft through at the last try
         self._num_plans = 0
+        self._num_in_row = [0, 0]  # steps with drafts, of decodes alone and with prompts
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted = [0] * self._most  # per position
@@ -73,7 +77,9 @@ class Speculation:
             draft = self._guess(part)
             if draft is not None:
                 drafts[index] = draft
-        if not drafts:
+        has_prompts = any(part.end - part.start > 1 for part in parts)
+        if not drafts or self._num_in_row[has_prompts] >= _PLAIN_EVERY:
+            self._num_in_row[has_prompts] = 0
             return
         budget = min(
             self._max_step_tokens - sum(part.end - part.start for part in parts),
@@ -88,6 +94,8 @@ class Speculation:
             self._num_draft_tokens += count
             token_ids = drafts[index].token_ids[:count]
             parts[index] = replace(part, end=part.end + count, draft=token_ids)
+        is_plain = not any(part.draft for part in parts)
+        self._num_in_row[has_prompts] = 0 if is_plain else self._num_in_row[has_prompts] + 1
 
     def _counts(
         self, parts: Sequence[ScheduledSequence], drafts: Mapping[int, Draft]

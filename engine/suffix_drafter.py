@@ -23,6 +23,9 @@ _LENGTHS = (4, 2, 1)  # of the n-grams
 _LONGEST = 32  # tokens of a match that are counted
 # Of a token in the index, its text included: measured 330 to 460, by the fill of the dictionaries.
 TOKEN_BYTES = 512
+# Tokens of a text that the index keeps without their n-grams, for the memory of one with them: a
+# pointer and an integer each.
+_TEXT_ONLY = TOKEN_BYTES // 36
 _NUM_SEGMENTS = 8  # of the whole index: the part that is dropped at a time
 _MOST_AT_ONCE = 4096  # tokens of a long prompt that one step adds: 3 ms
 _PLACE_BITS = 32
@@ -36,6 +39,7 @@ class _Segment:
     places: dict[int, int] = field(default_factory=dict)  # hash of an n-gram -> text and position
     texts: list[list[int]] = field(default_factory=list)  # of sequences; they only grow
     num_tokens: int = 0
+    num_kept: int = 0  # for the rest of texts that have ended, in tokens of the index
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,7 @@ class _Text:
     num_indexed: int  # the n-grams that end before this position
     segment: _Segment | None = None  # of its newest n-grams
     number: int = 0  # in the segment's texts
+    first: int = 0  # its first position there
 
 
 class SuffixDrafter:
@@ -53,6 +58,7 @@ class SuffixDrafter:
     def __init__(self, max_bytes: int) -> None:
         self.max_tokens = max(_NUM_SEGMENTS, max_bytes // TOKEN_BYTES)
         self.num_tokens = 0  # in the index
+        self._num_kept = 0  # as `_Segment.num_kept`, of all
         self._sources: dict[_Source, list[_Segment]] = {}  # oldest first
         self._segments: deque[_Segment] = deque()  # of all sources, oldest first
         self._running: dict[Sequence, _Text] = {}
@@ -81,7 +87,7 @@ class SuffixDrafter:
     def end(self, sequence: Sequence) -> None:
         if sequence in self._running:
             self._index(sequence)
-            del self._running[sequence]
+            self._keep(sequence, self._running.pop(sequence))
 
     def _index(self, sequence: Sequence) -> None:
         """Adds the n-grams that have a token after them by now."""
@@ -97,22 +103,38 @@ class SuffixDrafter:
             return
         segment = self._open_segment(_source(sequence), stop - first)
         if text.segment is not segment:
-            text.segment, text.number = segment, len(segment.texts)
+            text.segment, text.number, text.first = segment, len(segment.texts), first
             segment.texts.append(sequence.token_ids)
         _add(segment.places, sequence.token_ids, first, stop, text.number << _PLACE_BITS)
         segment.num_tokens += stop - first
         self.num_tokens += stop - first
         text.num_indexed = stop
 
-    def _open_segment(self, source: _Source, count: int) -> _Segment:
-        """Returns the source's newest segment, or a new one if that is full. Drops others until
-        there is room for so many tokens."""
-        while self.num_tokens + count > self.max_tokens and self._segments:
+    def _keep(self, sequence: Sequence, text: _Text) -> None:
+        """Counts the rest of an ended sequence's text: only the index keeps it from now on. The
+        choices of a request have its prompt each."""
+        segment = text.segment
+        if segment is None or segment not in self._sources.get(segment.source, ()):
+            return
+        count = len(sequence.token_ids) - (text.num_indexed - text.first)
+        segment.num_kept += count // _TEXT_ONLY
+        self._num_kept += count // _TEXT_ONLY
+        self._make_room(0)
+
+    def _make_room(self, count: int) -> None:
+        """Drops the oldest segments until there is room for so many tokens."""
+        while self.num_tokens + self._num_kept + count > self.max_tokens and self._segments:
             oldest = self._segments.popleft()
             self.num_tokens -= oldest.num_tokens
+            self._num_kept -= oldest.num_kept
             self._sources[oldest.source].remove(oldest)
             if not self._sources[oldest.source]:
                 del self._sources[oldest.source]
+
+    def _open_segment(self, source: _Source, count: int) -> _Segment:
+        """Returns the source's newest segment, or a new one if that is full. Drops others until
+        there is room for so many tokens."""
+        self._make_room(count)
         segments = self._sources.setdefault(source, [])
         if not segments or segments[-1].num_tokens + count > self.max_tokens // _NUM_SEGMENTS:
             segments.append(_Segment(source))

@@ -140,3 +140,20 @@ def test_nothing_is_chosen_before_a_step_without_drafts_was_measured() -> None:
     for _ in range(70):
         gate.observe(2, 2, 0.010)
     assert gate.choose(2, [[0.9], [0.9]], 0.0) == [0, 0]
+
+
+def test_a_request_that_always_drafts_leaves_the_cost_of_steps_measured() -> None:
+    """Otherwise the drafts of all others would stay out, and the cost of steps unknown."""
+    runner = TimedRunner(COSTS["memory"])
+    config = make_config(speculation="auto", num_speculative_tokens=4)
+    drafter = ScriptedDrafter("right", 16, truth)
+    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
+    for index, mode in enumerate(("suffix", None, None)):
+        request = make_request(f"r{index}", 4, seed=index, max_tokens=900, speculation=mode)
+        engine.add_request(request)
+    num_outputs = [0, 0, 0]
+    for _ in range(300):
+        for output in engine.step().outputs:
+            num_outputs[int(output.request_id[1:])] += len(output.token_ids)
+    assert min(num_outputs[1:]) > 0.8 * num_outputs[0]
+    assert engine.load().step_fixed_s > 0

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from engine.core import Engine
+from engine.drafts import Draft
 from engine.errors import UnsupportedModelError
+from engine.grammar_state import fill_masks
 from engine.kv_layout import kv_layout
 from engine.outputs import kept_draws
 from engine.resolved import check_speculation
+from engine.sampler import masked_rows
 from engine.types import (
     Request,
     ResumedChoice,
@@ -31,6 +36,7 @@ from tests.fakes import (
     make_request,
     solo_tokens,
 )
+from tests.grammar_helpers import VOCAB, ambiguous, grammars, tokenizer
 from tests.speculation_helpers import SCRIPTS, Script, ScriptedDrafter
 
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (7,), (9, None), (5, 5, 5, None))
@@ -172,6 +178,56 @@ def test_a_run_that_breaks_ends_its_request_after_the_tokens_before() -> None:
     assert [draw.token_id for draw in kept] == [7, 5]
     kept = kept_draws(item, Sample(6, after_draft=(Sample(8), Sample(9))))
     assert [draw.token_id for draw in kept] == [6]
+
+
+class MaskingRunner(FakeRunner):
+    """Draws the next token of a text wherever the grammar allows it, with drafts."""
+
+    def __init__(self, answer: Many[int]) -> None:
+        super().__init__(256, model=FakeModel(VOCAB, 4096, (0,)))
+        self.answer = answer
+
+    def _draw(self, row: ScheduledSequence) -> Sample:
+        (state,) = masked_rows([row])[1]
+        masks = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
+        fill_masks([state], masks)
+        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
+        wanted = self.answer[row.end - row.sequence.num_prompt_tokens]
+        return Sample(wanted if wanted in allowed else allowed[0])
+
+
+class AnswerDrafter:
+    def __init__(self, answer: Many[int]) -> None:
+        self.answer = answer
+
+    def propose(self, sequence: Sequence, limit: int) -> Draft | None:
+        return Draft(tuple(self.answer[sequence.num_output_tokens :][:limit]), 4)
+
+    def end(self, sequence: Sequence) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("num_rules", "limit"), [(300, "Too many items"), (900, r"Current row has \d+ items")]
+)
+def test_a_limit_that_a_draft_exceeds_ends_its_request_as_without(
+    num_rules: int, limit: str
+) -> None:
+    """A mask of a draft fails in the first grammar, and a token of it in the second."""
+    answer = tokenizer().encode("xyzxyz" + "a" * 60).ids
+    found = []
+    for mode in ("off", "suffix"):
+        runner = MaskingRunner(answer)
+        config = make_config(block_size=runner.block_size, speculation=mode)
+        engine = Engine(config, runner, grammars=grammars(), drafter=AnswerDrafter(answer))
+        grammar = ambiguous(num_rules)
+        engine.add_request(make_request("r", grammar=grammar, max_tokens=60, ignore_eos=False))
+        outputs = run(engine)
+        assert outputs[-1].error is not None
+        assert re.search(limit, outputs[-1].error), outputs[-1].error
+        assert engine.load().num_free_blocks == 256
+        found.append((tokens_of(outputs, "r"), outputs[-1].finish_reason, outputs[-1].error))
+    assert engine.load().num_accepted_tokens > 0
+    assert found[0] == found[1]
 
 
 def random_requests(draw: random.Random, count: int, max_len: int) -> list[Request]:

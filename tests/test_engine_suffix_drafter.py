@@ -107,6 +107,26 @@ def test_the_index_stays_below_its_bytes_and_keeps_the_newest_text() -> None:
     assert drafter.propose(sequence_of(text[:40], "adapter-0"), 3) is not None
 
 
+def test_the_prompts_that_many_choices_have_each_stay_below_its_bytes() -> None:
+    """Few of their tokens are in the index, but all of their texts."""
+    bound = MIB
+    drafter = SuffixDrafter(bound)
+    tracemalloc.start()
+    try:
+        held, _ = tracemalloc.get_traced_memory()
+        for first in range(3):
+            prompt = list(range(first * 10_000 + 1000, first * 10_000 + 6000))
+            for choice in range(1, 60):
+                text = [*prompt, 1, 2, 3]
+                sequence = sequence_of(text, num_prompt=len(prompt), choice=choice)
+                drafter.propose(sequence, 1)
+                drafter.end(sequence)
+            del sequence, prompt, text
+            assert tracemalloc.get_traced_memory()[0] - held < bound
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_prompt_longer_than_the_index_is_taken_in_parts() -> None:
     drafter = SuffixDrafter(100 * TOKEN_BYTES)
     sequence = sequence_of(list(range(5000)))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -355,14 +356,19 @@ def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tens
     """Returns a function that reads a parameter of the base by its name, from any thread, one at a
     time; None: there is none. The files are looked at when it is first called."""
     opened = lru_cache(1)(partial(Checkpoint, folder, config))
-    read = lru_cache(1)(lambda name: opened().read(name))
+    newest = lru_cache(1)(lambda name: opened().read(name))
+    # Those that a caller still holds, whatever other threads read meanwhile.
+    held: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
     lock = threading.Lock()
 
     def base(name: str) -> torch.Tensor | None:
         if name == "lm_head.weight" and config.ties_embeddings:
             name = "model.embed_tokens.weight"  # the same tensor: that is how a tied head is known
         with lock:
-            return read(name)
+            parameter = held.get(name)
+            if parameter is None and (parameter := newest(name)) is not None:
+                held[name] = parameter
+            return parameter
 
     return base
 

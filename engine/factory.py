@@ -71,10 +71,18 @@ def open_engine(
 ) -> AsyncEngine:
     """Loads the model (minutes for a large model). The caller starts the engine."""
     runner = _apart(lambda: ModelRunner(config))
+    try:
+        return _engine_of(config, runner, reader_of(runner))
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _engine_of(config: EngineConfig, runner: ModelRunner, reader: AdapterReader) -> AsyncEngine:
     model = runner.model_config
     # Before the engine is ready: it takes some tenths of a second, in which no thread can step.
     grammars = Grammars.load(Path(config.model_path), model.vocab_size, model.eos_token_ids)
-    engine = AsyncEngine(Engine(config, runner, grammars=grammars), reader_of(runner))
+    engine = AsyncEngine(Engine(config, runner, grammars=grammars), reader)
     # Otherwise the engine's thread would take over the number of the threads that read adapters.
     engine.call_first(partial(torch.set_num_threads, runner.num_threads))
     if runner.group is not None:

@@ -196,6 +196,15 @@ def test_prefix_hits_preemption_drafts_and_few_blocks_for_adapters_change_no_tok
     assert found[0] == found[1]
 
 
+def test_an_interrupt_of_the_terminal_is_left_to_the_first_rank(
+    runners: tuple[ModelRunner, ModelRunner],
+) -> None:
+    group = runners[1].group
+    assert group is not None
+    os.kill(group.pids[0], signal.SIGINT)
+    assert step(runners[1], part(make_sequence(random_prompt(5, seed=1), 0, _LOGPROBS), 5))
+
+
 async def _killed(base: Path, kill: signal.Signals, *, is_busy: bool) -> float:
     """Returns the seconds from the signal to the end of the engine, whose requests all end."""
     config = EngineConfig(
@@ -298,6 +307,30 @@ def test_what_ranks_cannot_do_is_refused_before_a_process_starts(
     with pytest.raises(UnsupportedModelError, match=words):
         make_runner(base, **changes)
     assert _children() == before
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_rank(base: Path) -> None:
+    config = EngineConfig(
+        str(base),
+        "base",
+        device="cpu",
+        tensor_parallel_size=2,
+        num_threads=1,
+        num_blocks=8,
+        max_num_batched_tokens=0,
+    )
+    before = _children()
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        open_engine(config)
+    assert _children() == before
+
+
+def test_a_rank_begins_whatever_the_working_folder_holds(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    make_runner(base, tensor_parallel_size=2, num_threads=1).close()
 
 
 def test_a_rank_that_cannot_begin_gives_its_reason(

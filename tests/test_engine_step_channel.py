@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,23 @@ def test_a_step_is_read_as_it_was_written_whatever_was_there_before(
 def test_a_step_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit 64 integers"):
         StepSegment(64).write(0, _step([(40, None, 40, GREEDY)]))
+
+
+def test_memory_holds_no_file_after_the_file_was_closed() -> None:
+    def num_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_files()
+    ours = [Shared(8192) for _ in range(8)]
+    others = [Shared(8192, os.dup(one.file)) for one in ours]
+    for one in ours:
+        one.close_file()
+    assert num_files() == before
+    for i, (one, other) in enumerate(zip(ours, others, strict=True)):
+        one.ints(4096, 2)[1] = i
+        assert other.tensor(4104, 8).view(torch.int64).item() == i
+        other.floats(8, 1)[0] = 0.5
+        assert one.floats(8, 1)[0] == 0.5
 
 
 def test_a_long_message_and_a_file_arrive_in_order() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint import base_reader
 from engine.errors import UnsupportedModelError
 from engine.model_config import read_model_config
 from engine.weight_files import INDEX_FILE, SINGLE_FILE
@@ -60,6 +61,16 @@ def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
     weights = load(make_base(tmp_path / "base", tie_word_embeddings=True), torch.bfloat16)
     assert weights.head is weights.embedding
     assert weights.head.dtype == torch.bfloat16
+
+
+def test_a_tied_head_that_is_read_is_the_embedding_that_is_held(tmp_path: Path) -> None:
+    """Two threads read adapters, and the other one reads the base between."""
+    folder = make_base(tmp_path, tie_word_embeddings=True)
+    base = base_reader(folder, read_model_config(folder))
+    embedding = base("model.embed_tokens.weight")
+    assert embedding is not None
+    assert base("model.norm.weight") is not embedding
+    assert base("lm_head.weight") is embedding
 
 
 def test_tensors_without_a_meaning_do_no_harm(tmp_path: Path) -> None:

@@ -86,19 +86,23 @@ class Shared:
         self.file = os.memfd_create("loraplex") if file is None else file
         if file is None:
             os.ftruncate(self.file, num_bytes)
-        self._map = mmap.mmap(self.file, num_bytes)
+        # Not by `mmap`, which holds a descriptor of its own as long as the memory: hundreds of
+        # adapters would use up those that a process may have.
+        self._bytes = torch.from_file(
+            f"/proc/self/fd/{self.file}", shared=True, size=num_bytes, dtype=torch.uint8
+        )
         if file is not None:
             self.close_file()
 
     def tensor(self, first: int, num_bytes: int) -> torch.Tensor:
         """Returns [num_bytes] uint8, which keep the memory alive."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=first)
+        return self._bytes[first : first + num_bytes]
 
     def ints(self, first: int, count: int) -> Ints:
-        return np.frombuffer(self._map, dtype=np.int64, count=count, offset=first)
+        return self.tensor(first, 8 * count).view(torch.int64).numpy()
 
     def floats(self, first: int, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        return np.frombuffer(self._map, dtype=np.float64, count=count, offset=first)
+        return self.tensor(first, 8 * count).view(torch.float64).numpy()
 
     def close_file(self) -> None:
         """The memory stays."""

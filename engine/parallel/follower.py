@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -63,6 +64,8 @@ class _Rank:
 def main(end: int) -> None:
     """`end`: the file descriptor of the connection to the first rank."""
     logging.basicConfig(level=logging.INFO)
+    # That of a terminal goes to all its processes: the first rank decides whether steps follow.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end))
     opening, file = link.receive()
     segment = StepSegment(opening["slot_ints"], file)

@@ -224,7 +224,8 @@ def _start(rank: int) -> _Follower:
     own, other = socket.socketpair()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, json.dumps(sys.path), str(other.fileno())],
+            # -P: no module of the working directory takes the place of one of Python's own.
+            [sys.executable, "-P", "-c", _MAIN, json.dumps(sys.path), str(other.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(other.fileno(),),
         )

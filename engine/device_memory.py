@@ -49,7 +49,11 @@ def check_asked_memory(config: EngineConfig, device: torch.device) -> None:
         "kv_cache_bytes": None if config.num_blocks is not None else config.kv_cache_bytes,
         "adapter_pool_bytes": config.adapter_pool_bytes,
     }
-    on_host = {"adapter_host_bytes": config.adapter_host_bytes}
+    speculates = config.speculation != "off"
+    on_host = {
+        "adapter_host_bytes": config.adapter_host_bytes,
+        "suffix_cache_bytes": config.suffix_cache_bytes if speculates else None,
+    }
     if device.type == "cuda":
         total = int(torch.cuda.mem_get_info(device)[1])
         check_asked(on_device, total, "the device")

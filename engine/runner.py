@@ -73,6 +73,8 @@ from lora.vectors import BaseParameter
 
 logger = logging.getLogger(__name__)
 
+_REFERENCE_DRAWS = 256  # of a step with drafts; logits of 152k tokens then need 156 MB
+
 
 class ModelRunner:
     """Implements `types.Runner`."""
@@ -178,8 +180,10 @@ class ModelRunner:
                 self._warm_up(self._steps, config)
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
-        # The reference backend has no buffers of a fixed size.
-        self.max_draws = max_draws(config) if uses_triton else max_step_tokens(config)
+        # The reference backend has no buffers of a fixed size, but logits for each draw.
+        self.max_draws = max_draws(config)
+        if not uses_triton:
+            self.max_draws = max(self.max_draws, min(max_step_tokens(config), _REFERENCE_DRAWS))
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,13 @@ def test_a_size_beyond_the_machine_is_refused_before_anything_is_loaded(field: s
     with pytest.raises(EngineMemoryError, match=rf"^{field} is 9000.000 GiB, but {has}$"):
         check_asked_memory(config, CPU)
     check_asked_memory(EngineConfig("/nowhere", "base", device="cpu", **{field: 1}), CPU)  # type: ignore[arg-type]
+
+
+def test_text_for_drafts_counts_where_an_engine_speculates() -> None:
+    asked = EngineConfig("/nowhere", "base", device="cpu", suffix_cache_bytes=9000 * GIB)
+    check_asked_memory(asked, CPU)
+    with pytest.raises(EngineMemoryError, match=r"^suffix_cache_bytes is 9000"):
+        check_asked_memory(replace(asked, speculation="auto"), CPU)
 
 
 def test_sizes_that_only_together_are_too_large_are_all_named() -> None:

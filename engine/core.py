@@ -36,11 +36,10 @@ from engine.grammars import Grammars
 from engine.kv_layout import num_uncommitted
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
-from engine.speculation import Speculation
+from engine.speculation import open_speculation
 from engine.step_cost import StepCost
 from engine.step_parts import run_in_parts
 from engine.step_times import Step, StepTimes
-from engine.suffix_drafter import SuffixDrafter
 from engine.types import (
     NO_MEMORY,
     EngineLoad,
@@ -98,11 +97,7 @@ class Engine:
             can_share=config.enable_prefix_caching,
         )
         self._cost = StepCost()
-        self._speculation: Speculation | None = None
-        if config.speculation != "off":
-            drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
-            eos_ids, draws, max_len = model.eos_token_ids, runner.max_draws, runner.max_model_len
-            self._speculation = Speculation(config, drafter, self._cost, draws, eos_ids, max_len)
+        self._speculation = open_speculation(config, runner, self._cost, drafter)
         self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, QuantizationSetting
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.parallel.shards import MAX_RANKS, Shard
@@ -81,6 +81,11 @@ def resolve_fp8(
     return True
 
 
+def serves_ranks(quantization: QuantizationSetting) -> bool:
+    """Returns True if several ranks can share a base that is served so."""
+    return quantization in ("none", "auto")
+
+
 def resolve_shard(
     config: EngineConfig, model: ModelConfig, device: torch.device, *, uses_triton: bool
 ) -> Shard:
@@ -96,7 +101,7 @@ def resolve_shard(
             raise UnsupportedModelError(where + "on CUDA only 1 is supported in this version")
         if uses_triton:
             raise UnsupportedModelError(where + "backend triton supports only 1, use reference")
-        if config.quantization not in ("none", "auto"):
+        if not serves_ranks(config.quantization):
             raise UnsupportedModelError(
                 where + f"quantization {config.quantization} supports only 1, use none"
             )

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.draft_gate import Acceptances, DraftGate, OwnAcceptance
 from engine.drafts import Draft, Drafter
 from engine.step_cost import StepCost
-from engine.types import EngineLoad, ScheduledSequence, SpeculationMode
+from engine.suffix_drafter import SuffixDrafter
+from engine.types import EngineLoad, Runner, ScheduledSequence, SpeculationMode
 from engine.types import Sequence as Choice
 
 # Steps that run ahead while the gate is closed, for one that does not: 0.4 ms of 16 steps.
@@ -186,6 +187,22 @@ class Speculation:
         if sequence.grammar_state is None or not count:
             return count
         return sequence.grammar_state.num_allowed(token_ids[:count])
+
+
+def open_speculation(
+    config: EngineConfig, runner: Runner, cost: StepCost, drafter: Drafter | None
+) -> Speculation | None:
+    """Returns None if it is off. `drafter`: None: drafts come from earlier text."""
+    if config.speculation == "off":
+        return None
+    return Speculation(
+        config,
+        drafter or SuffixDrafter(config.suffix_cache_bytes),
+        cost,
+        runner.max_draws,
+        runner.model_config.eos_token_ids,
+        runner.max_model_len,
+    )
 
 
 def _has_room(part: ScheduledSequence, count: int, tables: BlockTables, num_running: int) -> bool:

@@ -183,24 +183,20 @@ def paged_attention_reference(
         k = _gather(k_flat, group.slots, plan, "k").view(shape).transpose(1, 2)
         v = _gather(v_flat, group.slots, plan, "v").view(shape).transpose(1, 2)
         # The queries of one KV head are one batch of G rows each: K and V are never repeated.
-        q_group = q.index_select(0, group.rows)
-        if num_queries > 1:
-            q_group = q_group.view(n, num_queries, num_kv_heads, -1, head_dim).transpose(1, 2)
-        q_group = q_group.reshape(n, num_kv_heads, -1, head_dim).float()
+        q_group = q.index_select(0, group.rows).view(n, num_queries, num_kv_heads, -1, head_dim)
+        q_group = q_group.transpose(1, 2).reshape(n, num_kv_heads, -1, head_dim).float()
         mask = _decode_mask(plan, i, sliding_window, q_group.shape[2])
         if soft_cap is None and sinks is None:
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q_group, k, v, attn_mask=mask, scale=scale
             )
         else:
-            head_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
-            if head_sinks is not None and num_queries > 1:
-                head_sinks = head_sinks.repeat(1, num_queries, 1)
+            head_sinks = None
+            if sinks is not None:
+                head_sinks = sinks.view(num_kv_heads, -1, 1).repeat(1, num_queries, 1)
             attended = _capped_attention(q_group, k, v, mask, scale, soft_cap, head_sinks)
-        if num_queries > 1:
-            by_query = attended.reshape(n, num_kv_heads, num_queries, -1, head_dim)
-            attended = by_query.transpose(1, 2)
-        attended = attended.reshape(group.rows.shape[0], -1, head_dim)
+        by_query = attended.view(n, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
+        attended = by_query.reshape(n * num_queries, -1, head_dim)
         out.index_copy_(0, group.rows, attended.to(q.dtype))
     for i, chunk in enumerate(plan.prefills):
         k = _gather(k_flat, chunk.slots, plan, "k").transpose(0, 1)[:, None]  # [Hkv, 1, L, D]

@@ -24,7 +24,9 @@ from kernels.triton_linear_few import (
     BLOCK_N,
     SPLIT,
     STAGES,
-    new_planes_few,
+    ShrinkBeside,
+    no_shrink,
+    shrink_beside,
     shrink_unit,
 )
 from kernels.triton_lora_tiles import page_dot
@@ -138,7 +140,7 @@ def launch_fp8_few(
 ) -> torch.Tensor:
     """Maps x [T, K] and the same quantised to y [T, N], T at most FEW_ROWS."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, rows, weight, bias, y, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
+    _start(x, rows, weight, bias, y, no_shrink(x, y))
     return y
 
 
@@ -152,13 +154,9 @@ def launch_fp8_shrink_few(
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns y as `launch_fp8_few` does, and the shrink of x as it was before it was quantised."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    planes, shrinks, chunk = new_planes_few(x, site, plan)
-    _start(
-        x, rows, weight, bias, y, shrinks * site.num_slices * planes.shape[0],
-        (x.shape[0], shrinks, chunk), (site.heap, planes, plan.header, plan.units, site.a_entries),
-        (True, site.stride, site.num_slices),
-    )  # fmt: skip
-    return y, Bridge(planes, None)
+    shrink = shrink_beside(x, site, plan)
+    _start(x, rows, weight, bias, y, shrink)
+    return y, shrink.bridge
 
 
 def _start(
@@ -167,26 +165,23 @@ def _start(
     weight: E4m3Rows,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    more_programs: int,
-    lengths: tuple[int, int, int],  # tokens, programs along the units, chunk
-    lora: tuple[torch.Tensor, ...],  # heap, bridge, header, units, entries
-    constants: tuple[bool, int, int],  # has LoRA, entries of a page, slices
+    shrink: ShrinkBeside,
 ) -> None:
     assert x.stride(1) == 1
     assert weight.values.is_contiguous()
     height, width = weight.shape
     quantised = (rows.values, rows.scales, weight.values, weight.scales)
     _launch(
-        (more_programs + -(-height // BLOCK_N), 1, 1),
-        (x, *quantised, weight.scales if bias is None else bias, y, *lora[:2]),
-        lora[2:],
+        (shrink.num_programs + -(-height // BLOCK_N), 1, 1),
+        (x, *quantised, weight.scales if bias is None else bias, y, *shrink.tensors[:2]),
+        shrink.tensors[2:],
         (
-            *lengths,
+            *shrink.lengths,
             width,
             height,
             x.stride(0),
             bias is not None,
-            *constants,
+            *shrink.constants,
             FEW_ROWS,
             BLOCK_N,
             BLOCK_K,

@@ -26,7 +26,13 @@ from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_linear_few import SHORT_CHUNK, new_planes_few, shrink_unit
+from kernels.triton_linear_few import (
+    SHORT_CHUNK,
+    ShrinkBeside,
+    no_shrink,
+    shrink_beside,
+    shrink_unit,
+)
 
 WALKED = 128  # bytes of a row that a warp reads at a time
 _MULTIPROCESSORS = 132  # of an H100
@@ -179,7 +185,7 @@ def launch_int4_few(
     FEW_ROWS."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
     tile = tile or tile_for(weight.shape[0], on_hopper=is_hopper(x))
-    _start(x, rows, weight, bias, y, tile, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
+    _start(x, rows, weight, bias, y, tile, no_shrink(x, y))
     return y
 
 
@@ -193,14 +199,10 @@ def launch_int4_shrink_few(
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns y as `launch_int4_few` does, and the shrink of x."""
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    planes, shrinks, chunk = new_planes_few(x, site, plan)
     tile = tile_for(weight.shape[0], on_hopper=is_hopper(x))
-    _start(
-        x, rows, weight, bias, y, tile, shrinks * site.num_slices * planes.shape[0],
-        (x.shape[0], shrinks, chunk), (site.heap, planes, plan.header, plan.units, site.a_entries),
-        (True, site.stride, site.num_slices),
-    )  # fmt: skip
-    return y, Bridge(planes, None)
+    shrink = shrink_beside(x, site, plan)
+    _start(x, rows, weight, bias, y, tile, shrink)
+    return y, shrink.bridge
 
 
 def _start(
@@ -210,10 +212,7 @@ def _start(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     tile: FewTile,
-    more_programs: int,
-    lengths: tuple[int, int, int],  # tokens, programs along the units, chunk
-    lora: tuple[torch.Tensor, ...],  # heap, bridge, header, units, entries
-    constants: tuple[bool, int, int],  # has LoRA, entries of a page, slices
+    shrink: ShrinkBeside,
 ) -> None:
     assert x.stride(1) == 1
     assert rows.stride(1) == 1
@@ -221,17 +220,17 @@ def _start(
     values, scales, zeros = pointers(weight)
     warps = tile.num_warps
     _launch(
-        (more_programs + -(-height // tile.block_n), 1, 1),
-        (x, rows, values, scales, zeros, scales if bias is None else bias, y, *lora[:2]),
-        lora[2:],
+        (shrink.num_programs + -(-height // tile.block_n), 1, 1),
+        (x, rows, values, scales, zeros, scales if bias is None else bias, y, *shrink.tensors[:2]),
+        shrink.tensors[2:],
         (
-            *lengths,
+            *shrink.lengths,
             width,
             height,
             x.stride(0),
             rows.stride(0),
             bias is not None,
-            *constants,
+            *shrink.constants,
             weight.group_size,
             weight.zeros is not None,
             weight.scales.dtype == torch.float16,

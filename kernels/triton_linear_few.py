@@ -15,6 +15,8 @@ there gained nothing: 0 to 12 more with 512 to 4,096 bytes a row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -180,7 +182,7 @@ def launch_linear_few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, weight, bias, y, 0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
+    _start(x, weight, bias, y, no_shrink(x, y))
     return y
 
 
@@ -192,20 +194,32 @@ def launch_linear_shrink_few(
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    planes, shrinks, chunk = new_planes_few(x, site, plan)
-    _start(
-        x, weight, bias, y, shrinks * site.num_slices * planes.shape[0],
-        (x.shape[0], shrinks, chunk), (site.heap, planes, plan.header, plan.units, site.a_entries),
-        (True, site.stride, site.num_slices),
-    )  # fmt: skip
-    return y, Bridge(planes, None)
+    shrink = shrink_beside(x, site, plan)
+    _start(x, weight, bias, y, shrink)
+    return y, shrink.bridge
 
 
-def new_planes_few(
-    x: torch.Tensor, site: SiteRows, plan: LoraPlan
-) -> tuple[torch.Tensor, int, int]:
-    """Returns a bridge [chunks, slices, rank pages, rows, PAGE] for the shrink of x [T, K], its
-    programs along the units and the columns of a chunk."""
+class ShrinkBeside(NamedTuple):
+    """The arguments of a product's launch for the programs of the shrink beside it."""
+
+    num_programs: int
+    lengths: tuple[int, int, int]  # tokens, programs along the units, columns of a chunk
+    tensors: tuple[torch.Tensor, ...]  # heap, bridge, header, units, entries
+    constants: tuple[bool, int, int]  # has LoRA, entries of a page, slices
+
+    @property
+    def bridge(self) -> Bridge:
+        return Bridge(self.tensors[1], None)
+
+
+def no_shrink(x: torch.Tensor, y: torch.Tensor) -> ShrinkBeside:
+    """Returns arguments without programs, for a product y of x; their tensors are not read."""
+    return ShrinkBeside(0, (x.shape[0], 0, 0), (x, y, x, x, x), (False, 0, 1))
+
+
+def shrink_beside(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> ShrinkBeside:
+    """Returns the arguments for the shrink of x [T, K], with a new bridge [chunks, slices, rank
+    pages, rows, PAGE]."""
     num_tokens, width = x.shape
     chunk = SHORT_CHUNK if num_tokens <= SHORT_TOKENS else CHUNK
     if width > WIDE:
@@ -213,8 +227,13 @@ def new_planes_few(
     num_chunks = -(-width // chunk)
     shape = (num_chunks, site.num_slices, plan.max_rank_pages, plan.max_small_rows, PAGE_ROWS)
     planes = torch.empty(shape, dtype=torch.float32, device=x.device)
-    # An adapter with more pages: they take turns.
-    return planes, min(plan.max_units, num_tokens), chunk
+    shrinks = min(plan.max_units, num_tokens)  # of an adapter with more pages: they take turns
+    return ShrinkBeside(
+        shrinks * site.num_slices * num_chunks,
+        (num_tokens, shrinks, chunk),
+        (site.heap, planes, plan.header, plan.units, site.a_entries),
+        (True, site.stride, site.num_slices),
+    )
 
 
 def _start(
@@ -222,25 +241,22 @@ def _start(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    more_programs: int,
-    lengths: tuple[int, int, int],  # tokens, programs along the units, chunk
-    lora: tuple[torch.Tensor, ...],  # heap, bridge, header, units, entries
-    constants: tuple[bool, int, int],  # has LoRA, entries of a page, slices
+    shrink: ShrinkBeside,
 ) -> None:
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     height, width = weight.shape
     _launch(
-        (more_programs + -(-height // BLOCK_N), 1, 1),
-        (x, weight, weight if bias is None else bias, y, *lora[:2]),
-        lora[2:],
+        (shrink.num_programs + -(-height // BLOCK_N), 1, 1),
+        (x, weight, weight if bias is None else bias, y, *shrink.tensors[:2]),
+        shrink.tensors[2:],
         (
-            *lengths,
+            *shrink.lengths,
             width,
             height,
             x.stride(0),
             bias is not None,
-            *constants,
+            *shrink.constants,
             FEW_ROWS,
             BLOCK_N,
             BLOCK_K,

@@ -31,7 +31,7 @@ from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
-from engine.resolved import resolve_fp8
+from engine.resolved import resolve_fp8, serves_ranks
 from engine.weight_shapes import is_matrix, is_norm, layer_matrices
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
@@ -93,7 +93,7 @@ def estimate_fit(
     engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
     shard = Shard(config, 0, num_ranks)
-    if num_ranks > 1 and quantization in ("fp8", "int4"):
+    if num_ranks > 1 and not serves_ranks(quantization):
         raise UnsupportedModelError(f"quantization {quantization} supports 1 rank, not {num_ranks}")
     checkpoint = Checkpoint(folder, config)
     devices = describe_devices()

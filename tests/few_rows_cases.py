@@ -13,6 +13,7 @@ from kernels.lora_plan import LoraPlan
 from kernels.lora_rope_kv_write import lora_rope_kv_write
 from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.lora_silu_mul import lora_silu_mul
+from kernels.matrix import Matrix
 from kernels.norm_add_norm import norm_add_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope_kv_write import rope_kv_write
@@ -60,7 +61,7 @@ def draw_weight(case: LoraCase, *, integers: bool = False) -> torch.Tensor:
 
 
 def both_products(
-    case: LoraCase, weight: torch.Tensor, bias: torch.Tensor | None, plan: LoraPlan
+    case: LoraCase, weight: Matrix, bias: torch.Tensor | None, plan: LoraPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y alone, y with the shrink beside it, and the case's y plus the delta of that bridge."""
     alone = linear(case.x, weight, bias)

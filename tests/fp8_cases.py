@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.e4m3 import E4m3Rows, empty_rows
-from kernels.linear import linear, linear_shrink
 from kernels.lora_plan import LoraPlan
-from kernels.lora_shrink_expand import lora_expand_
-from tests.few_rows_cases import draw_weight
+from tests.few_rows_cases import both_products, draw_weight
 from tests.lora_kernel_cases import LoraCase
 
 # Every finite value of e4m3 that is not negative, in order: its last bit is its index's.
@@ -58,9 +56,5 @@ def both_fp8_products(
     """y alone, y with the shrink beside it, the scheme's y, and the case's y plus the delta of that
     bridge."""
     weight = draw_weight(case)
-    rows = quantised(weight)
-    alone = linear(case.x, rows, bias)
-    beside, bridge = linear_shrink(case.x, rows, bias, case.site, plan)
-    y = case.y.clone()
-    lora_expand_(y, bridge, case.site, plan)
+    alone, beside, y = both_products(case, quantised(weight), bias, plan)
     return alone, beside, scheme_product(case.x, weight, bias), y

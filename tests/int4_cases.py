@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.int4 import Int4Format, Int4Rows, Integers, empty_int4
-from kernels.linear import linear, linear_shrink
-from kernels.lora_plan import LoraPlan
-from kernels.lora_shrink_expand import lora_expand_
-from tests.lora_kernel_cases import LoraCase
 
 CPU = torch.device("cpu")
 FORMATS = {
@@ -52,14 +48,3 @@ def exact_product(
 ) -> torch.Tensor:
     y = x.double() @ weight.float().double().T
     return y if bias is None else y + bias.double()
-
-
-def both_int4_products(
-    case: LoraCase, weight: Int4Rows, bias: torch.Tensor | None, plan: LoraPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y alone, y with the shrink beside it, and the case's y plus the delta of that bridge."""
-    alone = linear(case.x, weight, bias)
-    beside, bridge = linear_shrink(case.x, weight, bias, case.site, plan)
-    y = case.y.clone()
-    lora_expand_(y, bridge, case.site, plan)
-    return alone, beside, y

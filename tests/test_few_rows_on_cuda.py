@@ -30,6 +30,7 @@ from tests.few_rows_cases import (
     products,
     turns,
 )
+from tests.layer_chains import LayerChain, mixed_case
 from tests.lora_kernel_cases import (
     LoraCase,
     Run,
@@ -278,19 +279,7 @@ def test_one_graph_serves_any_mix() -> None:
 def test_a_shrink_beside_the_product_serves_any_mix(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain of layers, whose tensors take each other's memory: 30 replays with other adapters and
-    rows have the bits of the kernels in a row, and rows of the base those without adapters."""
-    first = make_case(
-        [8, 16, 64, 48] * 15,
-        [(None, rows)],
-        in_features=1024,
-        sizes=(1024,),
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
-    weight, norm = draw_weight(first), torch.ones_like(first.y[0])
-    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
-    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
+    """30 replays; the shrink is a branch of the graph."""
     joined: list[Branch] = []
     join = Branch.join
 
@@ -299,36 +288,13 @@ def test_a_shrink_beside_the_product_serves_any_mix(
         join(branch)
 
     monkeypatch.setattr(Branch, "join", counted)
-
-    def run(plan: LoraPlan | None) -> torch.Tensor:
-        hidden, residual = first.x, first.y.clone()
-        for _ in range(6):
-            if plan is None:
-                y = linear(hidden, weight, None)
-                hidden, residual = add_rms_norm(y, residual, norm, 1e-5)
-                continue
-            y, bridge = linear_shrink(hidden, weight, None, first.site, plan)
-            hidden, residual = lora_add_rms_norm(y, residual, norm, 1e-5, bridge, first.site, plan)
-        return hidden
-
-    run(plan)
+    first = mixed_case(rows)
+    chain = LayerChain(first, draw_weight(first))
+    chain.run(chain.plan)
     assert not joined
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(plan)
+    chain.capture()
     assert len(joined) == 6
-    draw = torch.Generator().manual_seed(3)
-    for _ in range(30):
-        case = with_drawn_runs(first, draw, longest=min(19, rows - 1))
-        first.x.normal_()
-        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
-        graph.replay()
-        replayed = out.clone()
-        assert torch.equal(replayed, run(case.plan(large=False)))
-        base = case.base_rows()
-        assert torch.equal(replayed[base], run(None)[base])
-        assert not torch.equal(replayed, run(None))
+    chain.assert_replays_serve_any_mix(30)
     assert len(joined) == 6
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.device_step import DeviceSteps
 from engine.runner import ModelRunner
 from kernels.e4m3 import quantize_reference, quantize_rows
 from kernels.fp8_linear import fp8_linear_many
-from kernels.linear import linear, linear_shrink
-from kernels.lora_add_rms_norm import lora_add_rms_norm
-from kernels.lora_plan import LoraPlan
-from kernels.rms_norm import add_rms_norm
+from kernels.linear import linear
 from tests.engine_agreement import (
     OWNERS,
-    Reply,
     assert_alike,
     make_adapters,
     make_engine,
@@ -27,10 +20,19 @@ from tests.engine_agreement import (
     probe,
     run_all,
 )
-from tests.engine_helpers import acquire, make_base, make_runner
+from tests.engine_helpers import make_base, make_runner
 from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS
 from tests.fp8_cases import both_fp8_products, quantised, relative, scheme_product
-from tests.lora_kernel_cases import error_of, make_case, with_drawn_runs, write_plan
+from tests.layer_chains import (
+    LayerChain,
+    assert_any_company_gives_the_answer,
+    assert_graphs_have_the_bits_of_kernels,
+    assert_overlap_changes_no_bit,
+    assert_rows_of_the_base_keep_their_bits,
+    mixed_case,
+    open_quantized,
+)
+from tests.lora_kernel_cases import error_of, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,76 +144,21 @@ def test_a_product_has_the_same_bits_beside_a_shrink_of_unquantised_rows(
 
 @pytest.mark.parametrize("rows", [8, 9, 64, 96])
 def test_one_graph_serves_any_mix(rows: int) -> None:
-    """A chain of layers whose tensors take each other's memory: 20 replays with other adapters and
-    rows have the bits of the kernels in a row, and rows of the base those without adapters."""
-    first = make_case(
-        [8, 16, 64, 48] * 15,
-        [(None, rows)],
-        in_features=1024,
-        sizes=(1024,),
-        dtype=torch.bfloat16,
-        device="cuda",
-    )
-    weight, norm = quantised(drawn(1024, 1024, scale=1 / 32)), torch.ones_like(first.y[0])
-    static = torch.from_numpy(write_plan(first, large=False)[0]).cuda()
-    plan = LoraPlan.for_graph(static, rows, first.max_tokens, first.max_pages)
-
-    def run(plan: LoraPlan | None) -> torch.Tensor:
-        hidden, residual = first.x, first.y.clone()
-        for _ in range(6):
-            if plan is None:
-                y = linear(hidden, weight, None)
-                hidden, residual = add_rms_norm(y, residual, norm, 1e-5)
-                continue
-            y, bridge = linear_shrink(hidden, weight, None, first.site, plan)
-            hidden, residual = lora_add_rms_norm(y, residual, norm, 1e-5, bridge, first.site, plan)
-        return hidden
-
-    run(plan)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(plan)
-    draw = torch.Generator().manual_seed(3)
-    for _ in range(20):
-        case = with_drawn_runs(first, draw, longest=min(19, rows - 1))
-        first.x.normal_()
-        static.copy_(torch.from_numpy(write_plan(case, large=False)[0]))
-        graph.replay()
-        replayed = out.clone()
-        assert torch.equal(replayed, run(case.plan(large=False)))
-        base = case.base_rows()
-        assert torch.equal(replayed[base], run(None)[base])
-        assert not torch.equal(replayed, run(None))
+    """20 replays with other adapters and rows."""
+    first = mixed_case(rows)
+    chain = LayerChain(first, quantised(drawn(1024, 1024, scale=1 / 32)))
+    chain.run(chain.plan)
+    chain.capture()
+    chain.assert_replays_serve_any_mix(20)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_overlapped_kernels_have_the_bits_of_kernels_in_turn(rows: int) -> None:
-    first, norm = drawn(rows, 4096), drawn(4096)
     layers = [
         (quantised(drawn(14336, 4096, scale=1 / 64)), quantised(drawn(4096, 14336, scale=1 / 120)))
         for _ in range(4)
     ]
-
-    def run(pause: Callable[[], None]) -> torch.Tensor:
-        hidden, residual = first.clone(), torch.zeros_like(first)
-        for up, down in layers:
-            inner = linear(hidden, up, None)
-            pause()
-            added = linear(inner, down, None)
-            pause()
-            hidden, residual = add_rms_norm(added, residual, norm, 1e-5)
-            pause()
-        return hidden
-
-    in_turn = run(torch.cuda.synchronize)
-    assert in_turn.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        overlapped = run(lambda: None)
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(overlapped, in_turn)
+    assert_overlap_changes_no_bit(drawn(rows, 4096), drawn(4096), layers)
 
 
 def test_the_kernels_of_many_rows_take_few_as_well() -> None:
@@ -225,13 +172,7 @@ def test_the_kernels_of_many_rows_take_few_as_well() -> None:
 
 
 def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
-    runner = make_runner(
-        base, device, quantization="fp8", block_size=16, max_num_seqs=64, num_blocks=320, **more
-    )
-    for name, path in adapters.items():
-        runner.load_adapter(name, path)
-        acquire(runner, name)
-    return runner
+    return open_quantized(base, adapters, device, quantization="fp8", **more)
 
 
 @pytest.fixture(scope="module")
@@ -260,45 +201,15 @@ def test_answers_are_those_of_the_cpu(
 
 
 def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
-    probes = [probe(i) for i in range(6)]
-    alone = {one.request_id: run_all(make_engine(runner), [one])[one.request_id] for one in probes}
-    for count in (11, 58):
-        replies = run_all(make_engine(runner), [*neighbours(count, count), *probes])
-        for one in probes:
-            assert_alike(replies[one.request_id], alone[one.request_id], TOLERANCE)
+    assert_any_company_gives_the_answer(runner, TOLERANCE)
 
 
 def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
-    """Steps of exactly a graph's size: 1, 4, 8, 32 and 64 sequences of one length."""
-    assert isinstance(runner._steps, DeviceSteps)
-    graphs, pieces = runner._steps._graphs, runner._steps._pieces
-
-    def answers(count: int) -> dict[str, Reply]:
-        return run_all(make_engine(runner), neighbours(count, 5, length=3))
-
-    kept = graphs._graphs, pieces._pieces
-    assert kept[0]
-    pieces._pieces = {}
-    try:
-        for count in (1, 4, 8, 32, 64):
-            replayed, graphs._graphs = answers(count), {}
-            launched, graphs._graphs = answers(count), kept[0]
-            assert replayed == launched, count
-    finally:
-        graphs._graphs, pieces._pieces = kept
+    assert_graphs_have_the_bits_of_kernels(runner)
 
 
 def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
-    for count in (4, 30):
-        own = neighbours(count, 7, length=5)
-        own[0] = replace(own[0], adapter=None)
-        bare = [replace(one, adapter=None) for one in own]
-        together, alone = run_all(make_engine(runner), own), run_all(make_engine(runner), bare)
-        of_base = [one.request_id for one in own if one.adapter is None]
-        assert of_base
-        for name in of_base:
-            assert together[name] == alone[name]
-        assert together != alone
+    assert_rows_of_the_base_keep_their_bits(runner)
 
 
 def test_traffic_compiles_nothing(runner: ModelRunner) -> None:

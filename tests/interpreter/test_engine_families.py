@@ -9,7 +9,7 @@ import pytest
 
 from engine.runner import ModelRunner
 from tests.engine_helpers import Job, make_runner, make_sequence, random_prompt, run_mixed
-from tests.family_bases import VARIANTS, make_family_adapter, make_family_base
+from tests.family_bases import VARIANTS, Variant, make_family_adapter, make_family_base
 from tests.int4_bases import gptq
 from tests.quantized_bases import write_quantized
 from tests.test_engine_gptq_awq import gptq_config
@@ -58,14 +58,18 @@ def outputs(
     return run_mixed(runner, jobs, num_tokens=3)
 
 
+def of_two_layers(name: str) -> Variant:
+    changes: dict[str, object] = {"num_hidden_layers": 2}
+    if "layer_types" in VARIANTS[name].changes:
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    return replace(VARIANTS[name], changes=VARIANTS[name].changes | changes)
+
+
 @pytest.mark.parametrize(("name", "dtype"), CASES.items())
 def test_mixed_steps_of_a_family_give_what_the_reference_gives(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    two_layers: dict[str, object] = {"num_hidden_layers": 2}
-    if "layer_types" in VARIANTS[name].changes:
-        two_layers["layer_types"] = ["sliding_attention", "full_attention"]
-    variant = replace(VARIANTS[name], changes=VARIANTS[name].changes | two_layers)
+    variant = of_two_layers(name)
     base = make_family_base(tmp_path / "base", variant)
     adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
     expected = outputs(base, adapter, "reference", dtype)
@@ -76,10 +80,7 @@ def test_mixed_steps_of_a_family_give_what_the_reference_gives(
 @pytest.mark.parametrize("name", ["granite", "olmo 3"])
 def test_mixed_steps_in_fp8_give_what_the_reference_gives(name: str, tmp_path: Path) -> None:
     """A family with biases, and one with norms after its products."""
-    changes: dict[str, object] = {"num_hidden_layers": 2}
-    if "layer_types" in VARIANTS[name].changes:
-        changes["layer_types"] = ["sliding_attention", "full_attention"]
-    variant = replace(VARIANTS[name], changes=VARIANTS[name].changes | changes)
+    variant = of_two_layers(name)
     base = make_family_base(tmp_path / "base", variant)
     adapter = make_family_adapter(tmp_path / "adapter", base, variant.linears, rank=8)
     expected = outputs(base, adapter, "reference", "float16", "fp8")
@@ -90,10 +91,7 @@ def test_mixed_steps_in_fp8_give_what_the_reference_gives(name: str, tmp_path: P
 @pytest.mark.parametrize("name", ["granite", "olmo 3"])
 def test_mixed_steps_in_4_bits_give_what_the_reference_gives(name: str, tmp_path: Path) -> None:
     """A family with biases, and one with norms after its products."""
-    changes: dict[str, object] = {"num_hidden_layers": 2}
-    if "layer_types" in VARIANTS[name].changes:
-        changes["layer_types"] = ["sliding_attention", "full_attention"]
-    variant = replace(VARIANTS[name], changes=VARIANTS[name].changes | changes)
+    variant = of_two_layers(name)
     plain = make_family_base(tmp_path / "base", variant)
     quantize = gptq(32, symmetric=False)
     base, weights = write_quantized(plain, tmp_path / "gptq", gptq_config(4, 32), quantize)

@@ -9,9 +9,9 @@ from kernels.int4_linear import int4_linear_many
 from kernels.linear import linear
 from kernels.triton_int4 import launch_write_out
 from kernels.triton_int4_mid import MidTile, launch_int4_mid
-from tests.few_rows_cases import LACKING, RUNS
+from tests.few_rows_cases import LACKING, RUNS, both_products
 from tests.fp8_cases import relative
-from tests.int4_cases import FORMATS, both_int4_products, drawn_rows, exact_product
+from tests.int4_cases import FORMATS, drawn_rows, exact_product
 from tests.lora_kernel_cases import error_of, make_case
 
 RANKS = (8, 20, 100, *LACKING, 16)
@@ -76,7 +76,7 @@ def test_a_product_has_the_same_bits_beside_a_shrink_of_the_same_rows(
     weight = drawn_rows(sum(sizes), in_features, FORMATS[form])
     wanted = exact_product(case.x, weight)
     for plan in (case.plan(large=False), case.plan(graph_rows=case.x.shape[0]), case.plan()):
-        alone, beside, y = both_int4_products(case, weight, None, plan)
+        alone, beside, y = both_products(case, weight, None, plan)
         assert plan.max_large or torch.equal(alone, beside)
         assert relative(alone, wanted) < 3e-4
         assert relative(beside, wanted) < 3e-4

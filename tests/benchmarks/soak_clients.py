@@ -34,6 +34,7 @@ _SETTINGS: dict[str, tuple[object, ...]] = {
     "ignore_eos": (True,),
     "logprobs": (0, 1, 5),
     "prompt_logprobs": (0, 2),
+    "speculation": ("off", "suffix", "auto"),
 }
 _SHARE = 0.2  # of the requests that have a setting
 _LEAVING = 0.15  # of the clients that leave before the end

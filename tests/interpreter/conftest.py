@@ -1,13 +1,13 @@
 """Collected only by tests/test_interpreter.py, whose process has the interpreter on.
 
-Triton's interpreter replaces the functions of `triton.language` when a kernel is launched, and
-again, by the same ones, at every call of a device function. A launch makes about 60 such calls, of
-0.4 ms each; here it replaces them once.
+Triton's interpreter spends most of a launch on bookkeeping: with what is replaced here, the tests
+take half of the time.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -25,7 +25,8 @@ def allowed_triton() -> None:
 
 
 def _replace_once_a_launch() -> None:
-    """Keeps the interpreter from replacing what the launch under way has replaced already."""
+    """Keeps the interpreter from replacing the functions of `triton.language` again at every call
+    of a device function: a launch makes about 60 such calls, of 0.4 ms each."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -57,5 +58,72 @@ def _replace_once_a_launch() -> None:
     interpreter._patch_lang = replace_once
 
 
+def _remember_types() -> None:
+    """Keeps the interpreter from describing the types and shapes of each value anew."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    np_dtype = interpreter._get_np_dtype
+    np_dtypes: dict[str, Any] = {}
+
+    def known_np_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(type)
+        return np_dtypes[name]
+
+    interpreter._get_np_dtype = known_np_dtype
+
+    @functools.cache
+    def tensor(*shape: int) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(shape)), tl.core.tuple([tl.constexpr(n) for n in shape])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = tensor(*(type.shape if type.is_block() else ()))
+
+    @functools.cache
+    def block(element: str, *shape: Any) -> tuple[Any, int, str]:
+        if not shape:
+            raise TypeError("0d block_type is forbidden")
+        sizes = tl.core.tuple(tl.core._unwrap_shape(shape))
+        return sizes, tl.core.validate_block_shape(sizes), f"<{sizes}, {element}>"
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = block(element_ty.name, *shape)
+
+    tl.tensor.__init__ = init_tensor
+    tl.block_type.__init__ = init_block
+
+
+def _call_at_once() -> None:
+    """Passes the interpreter's semantics on without a copy of the arguments."""
+    from triton.runtime import interpreter
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        bare = getattr(member, "__wrapped__", member)  # without the check of `_semantic`
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return bare(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
+
+
+def _let_integers_overflow() -> None:
+    """Leaves out the check of each integer sum and product, a fifth of a run: the sizes of tests
+    are far below the limits of int32."""
+    from triton.runtime import interpreter
+
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+
+
 if IS_INTERPRETED:
     _replace_once_a_launch()
+    _remember_types()
+    _call_at_once()
+    _let_integers_overflow()

@@ -248,6 +248,7 @@ async def _accept(*_: object) -> int:
 def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     controller = Controller()
     patch.setattr(fleet, "serve", controller)
+    patch.setattr(fleet, "read_status", lambda: controller.status())
     patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
     patch.setattr(manager, "_SETTLED_POLL_S", 0.02)

@@ -15,9 +15,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from ray import serve
 
 from registry.catalog import Catalog
 from serve_app.config import MigrationArgs
+from serve_app.control.base_status import ReplicaCounts, count_replicas, read_status
 from tests.fakes_engine import CRASH_TOKEN, REFUSED
 from tests.serve_rig import (
     FRONT_TIMEOUT_S,
@@ -105,6 +107,13 @@ def test_every_process_counts_the_failures_of_its_background_tasks(client: httpx
         )
 
     eventually(are_counted)
+
+
+def test_the_fleet_reads_what_serve_s_status_says(rig: Rig) -> None:
+    found = read_status().applications
+    assert found == serve.status().applications
+    assert found["api"].status == "RUNNING"
+    assert all(count_replicas(app) == ReplicaCounts(1, 1, 0) for app in found.values()), found
 
 
 def test_models_are_listed_with_their_parents(client: httpx.Client) -> None:

@@ -33,6 +33,7 @@ from serve_app.control.base_starts import StartLog
 from serve_app.control.base_status import (
     ReplicaCounts,
     count_replicas,
+    read_status,
     runs,
     state_of,
     unplaced_replicas,
@@ -90,7 +91,7 @@ class Fleet:
     async def round(self, wanted: Plan, catalog: Catalog, now_s: float) -> tuple[ServedBase, ...]:
         """Starts and removes applications as planned; returns the bases to publish to ingresses.
         Applications that the last view left out are removed now."""
-        status: ServeStatus = await asyncio.to_thread(serve.status)
+        status = await asyncio.to_thread(read_status)
         self._note_progress()
         self._seen |= {spec.app_name: spec for spec in wanted.specs}
         self.sleep.retain({spec.base.digest for spec in wanted.specs})

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.errors import InvalidRequestError
+from engine.errors import EXCEEDED_GRAMMAR, InvalidRequestError
 from engine.grammar_sources import as_lark
 from engine.grammar_state import MAX_ERROR_CHARS, NUM_MASK_THREADS, Lane, failure
 from engine.grammar_state import GrammarState as GrammarState
@@ -229,7 +229,7 @@ class Grammars:
     ) -> Future[LLMatcher]:
         """Returns a matcher of a choice's own, compiled and advanced over the output so far in
         threads. The future holds InvalidRequestError for a grammar that is refused, and
-        RuntimeError for an output that is not of the grammar."""
+        RuntimeError for an output that is not of the grammar or takes it beyond a limit."""
         tokens = list(output)
         if grammar.starts_after is not None:
             after = grammar.starts_after
@@ -324,7 +324,10 @@ def _fulfil(opened: Future[LLMatcher], compiled: Future[LLMatcher], output: list
             return
         matcher = compiled.result().deep_copy()
         if output and matcher.try_consume_tokens(output) != len(output):
-            raise RuntimeError(f"the output so far is not of the grammar; {failure(matcher)}")
+            reason = failure(matcher)
+            if not reason.startswith(EXCEEDED_GRAMMAR):  # which is the request's, as while it draws
+                reason = f"the output so far is not of the grammar; {reason}"
+            raise RuntimeError(reason)
     except BaseException as error:  # also a cancellation, and a panic of the library
         opened.set_exception(error)
     else:

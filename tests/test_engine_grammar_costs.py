@@ -73,6 +73,16 @@ def test_a_limit_that_an_answer_exceeds_is_told_from_a_fault_of_ours() -> None:
     assert re.search(r"Current row has \d+ items; max is 2000", last.error), last.error
 
 
+def test_a_limit_that_the_output_of_an_earlier_engine_exceeds_is_the_requests_too() -> None:
+    found = grammars()
+    for grammar, output, words in (
+        (ambiguous(900), "xyzxyz", f"{EXCEEDED_GRAMMAR}Parser Error: Current row has "),
+        (ambiguous(300), "xyzabc", "the output so far is not of the grammar; "),
+    ):
+        opened = found.open(grammar, tokenizer().encode(output).ids)
+        assert str(opened.exception()).startswith(words)
+
+
 def test_a_limit_that_a_mask_exceeds_is_told_with_the_next_token() -> None:
     state = GrammarState(None)
     state.open(grammars().open(ambiguous(300), ()).result())

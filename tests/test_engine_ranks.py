@@ -341,3 +341,15 @@ def test_a_rank_that_cannot_begin_gives_its_reason(
     with pytest.raises(EngineError, match="rank 1 of 2 died with exit code 3"):
         make_runner(base, tensor_parallel_size=2)
     assert _children() == before
+
+
+def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.parallel.group._MAIN", "import time; time.sleep(600)")
+    monkeypatch.setattr("engine.parallel.group._START_SILENCE_S", 1.0)
+    monkeypatch.setattr("engine.parallel.group._EXIT_S", 0.1)
+    before = _children()
+    with pytest.raises(EngineError, match="rank 1 of 2 hangs for .* could read its weights"):
+        make_runner(base, tensor_parallel_size=2)
+    assert _children() == before

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 _SILENCE_S = 9.0  # with the time to notice and to end the group: within 12 s
+# Until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine.
+_START_SILENCE_S = 60.0
 _LATE_S = 0.5  # this process was paused, the others perhaps, too
 _EXIT_S = 5.0
 _NOTICE_S = 2.0  # from an exchange that failed to the exit of the process that is the cause
@@ -92,7 +94,7 @@ class Group:
 
     def meet(self) -> Gloo:
         """Returns the exchanges, once every rank has its weights. Raises EngineError with a rank's
-        reason."""
+        reason, or if a rank hangs."""
         self._await_all("read its weights")
         self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
         return meet(self._store, 0, self.size)
@@ -159,6 +161,7 @@ class Group:
 
     def _await_all(self, what: str) -> None:
         for follower in self._followers:
+            self._await_answer(follower, what)
             try:
                 answer, _ = follower.link.receive()
             except (EOFError, OSError):
@@ -169,6 +172,19 @@ class Group:
                 ) from None
             if (error := answer.get("error")) is not None:
                 raise EngineError(f"rank {follower.rank} of {self.size} could not {what}: {error}")
+
+    def _await_answer(self, follower: _Follower, what: str) -> None:
+        """Returns when the rank has sent something, or has ended."""
+        began_s = time.monotonic()
+        poll = select.poll()
+        poll.register(follower.link.fileno(), select.POLLIN)
+        while not poll.poll(1000 * BEAT_S):
+            silent_s = time.monotonic() - max(began_s, self._segment.beats_s[follower.rank])
+            if silent_s > _START_SILENCE_S:
+                raise EngineError(
+                    f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s before it "
+                    f"could {what}"
+                )
 
     def _watch(self) -> None:
         """Runs until the group ends."""

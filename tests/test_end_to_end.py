@@ -167,7 +167,7 @@ async def wait_until_idle(server: DemoServer) -> None:
 async def test_64_requests_at_once_equal_the_same_requests_alone(
     server: DemoServer, api: openai.AsyncOpenAI
 ) -> None:
-    jobs = make_jobs(TARGETS, 64, mean=10, longest=24)
+    jobs = make_jobs(TARGETS, 64, mean=6, longest=16)
     together = await asyncio.gather(*(complete(api, job) for job in jobs))
     alone = [await complete(api, job) for job in jobs]
     different = [
@@ -182,7 +182,7 @@ async def test_clients_that_leave_take_nothing_with_them(
     server: DemoServer, api: openai.AsyncOpenAI
 ) -> None:
     """Half of 64 streams are closed after a few tokens; the others finish as if alone."""
-    jobs = make_jobs(TARGETS, 64, mean=10, longest=24, seed=5)
+    jobs = make_jobs(TARGETS, 64, mean=6, longest=16, seed=5)
     draw = random.Random(5)
     leaving = set(draw.sample(range(len(jobs)), len(jobs) // 2))
     expected = {i: await complete(api, jobs[i]) for i in range(0, len(jobs), 8)}

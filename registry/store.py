@@ -5,10 +5,13 @@ It handles MLflow's types and quirks; bases and adapters are the callers' concer
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -296,6 +299,8 @@ class MlflowStore:
             # The first opening of a new database sets the artifact root of plain MLflow runs; a
             # client would set ./mlruns, below the process's present working folder.
             root = self._artifact_root.absolute().as_uri()
+            if self._probe is not None:
+                create_sqlite(sqlite_file(self.tracking_uri), root)
             SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
         return MlflowClient(uri, uri)
 
@@ -363,6 +368,25 @@ def shown_uri(uri: str) -> str:
         return uri
     scheme, _, user = head.partition("://")
     return f"{scheme}://{user.partition(':')[0]}@{tail}"
+
+
+def create_sqlite(file: Path, artifact_root: str) -> None:
+    """Creates a store's database if there is none, whole or not at all: MLflow's migrations take
+    seconds, and an interrupt among them, or a second process, would leave a database that no
+    process can open again."""
+    if file.exists():
+        return
+    with ExitStack() as stack:
+        folder = os.open(file.parent, os.O_RDONLY)
+        stack.callback(os.close, folder)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if file.exists():  # another process was quicker
+            return
+        made = stack.enter_context(TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent))
+        new = Path(made, file.name)
+        store = SqlAlchemyStore(f"sqlite:///{new}", artifact_root)  # type: ignore[no-untyped-call]
+        store.engine.dispose()
+        new.rename(file)
 
 
 def sqlite_file(tracking_uri: str) -> Path:

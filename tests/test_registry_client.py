@@ -362,3 +362,20 @@ def test_alias_is_moved_and_removed(tmp_path: Path) -> None:
     assert [one.aliases for one in registry.snapshot().adapters] == [("champion",), ()]
     with pytest.raises(NotFoundError):
         registry.set_alias("pirate", "champion", 9)
+
+
+def test_an_interrupted_creation_leaves_no_half_of_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(engine: object) -> None:
+        raise KeyboardInterrupt
+
+    home = tmp_path / "home"
+    uri = f"sqlite:///{home}/mlflow.db"
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.store.db.utils._upgrade_db", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Registry(uri).snapshot()
+    assert list(home.iterdir()) == []
+    base = register_base(Registry(uri), tmp_path)
+    assert Registry(uri).snapshot().bases == (base,)

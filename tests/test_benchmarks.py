@@ -333,6 +333,7 @@ def test_a_base_without_weights_and_its_adapters_can_be_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     names = prepare_home(tmp_path, SHAPES["tiny"], 2, has_weights=False, device="cpu")
     assert names == ["r16-0", "r16-1"]
 

@@ -38,14 +38,15 @@ from tests.registry_helpers import (
 def uri(tmp_path: Path) -> Iterator[str]:
     """MLflow's process-wide tracking URI, as a user's pipeline would set it."""
     uri = embedded_uri(tmp_path / "home")
-    before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     mlflow.create_experiment("pipeline", (tmp_path / "home" / "artifacts" / "pipeline").as_uri())
     mlflow.set_experiment("pipeline")
     yield uri
     mlflow.set_registry_uri("")
-    mlflow.set_tracking_uri(before)
+    # Not what `get_tracking_uri` gave: MLflow would set its default, below the process's working
+    # folder, in the environment that later tests and their processes see.
+    mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
 
 
 def register_bare(

@@ -55,10 +55,18 @@ def outputs(runner: ModelRunner, drafter: Drafter | None, *, ahead: bool) -> tup
     return found, engine
 
 
+@pytest.fixture(scope="module")
+def without_drafts(runner: ModelRunner) -> tuple[Found, int]:
+    """The tokens, and the number of steps."""
+    found, engine = outputs(runner, None, ahead=True)
+    return found, engine.load().num_steps
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drafts_change_no_token_of_the_device(runner: ModelRunner, ahead: bool) -> None:
-    plain, engine = outputs(runner, None, ahead=ahead)
-    num_steps = engine.load().num_steps
+def test_drafts_change_no_token_of_the_device(
+    runner: ModelRunner, without_drafts: tuple[Found, int], ahead: bool
+) -> None:
+    plain, num_steps = without_drafts
 
     def truth(sequence: Sequence) -> tuple[int, ...]:
         return tuple(plain[sequence.request.request_id][0])

@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 _SILENCE_S = 9.0  # with the time to notice and to end the group: within 12 s
-# Until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine.
-_START_SILENCE_S = 60.0
+# Until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine, and in
+# minutes from a cold disk elsewhere.
+_START_SILENCE_S = 180.0
 _LATE_S = 0.5  # this process was paused, the others perhaps, too
 _EXIT_S = 5.0
 _NOTICE_S = 2.0  # from an exchange that failed to the exit of the process that is the cause

@@ -104,8 +104,8 @@ def emit(**fields: object) -> None:
     Report().emit(**fields)
 
 
-def emit_machine(benchmark: str) -> None:
-    Report().emit_machine(benchmark)
+def emit_machine(benchmark: str, **fields: object) -> None:
+    Report().emit_machine(benchmark, **fields)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

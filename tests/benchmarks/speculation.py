@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -257,7 +258,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.modes[0] != "off" or not {*arguments.modes} <= {*get_args(SpeculationMode)}:
         parser.error(f"--modes: off, then others of {', '.join(get_args(SpeculationMode))}")
-    emit_machine("speculation")
+    emit_machine("speculation", arguments=sys.argv[1:])
     if arguments.shape is None:
         measure_demo(arguments)
     else:

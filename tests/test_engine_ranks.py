@@ -350,6 +350,6 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     monkeypatch.setattr("engine.parallel.group._START_SILENCE_S", 1.0)
     monkeypatch.setattr("engine.parallel.group._EXIT_S", 0.1)
     before = _children()
-    with pytest.raises(EngineError, match="rank 1 of 2 hangs for .* could read its weights"):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 hangs for .* could read its weights"):
         make_runner(base, tensor_parallel_size=2)
     assert _children() == before

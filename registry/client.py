@@ -31,7 +31,7 @@ from registry.flavor import ADAPTER_CONFIG
 from registry.manifest import MAX_ADAPTER_BYTES, MAX_BASE_BYTES, Progress, no_progress, scan_folder
 from registry.names import check_alias, check_model_id, check_name
 from registry.publish import Publication, attach_effect, publish
-from registry.sqlite_changes import Marker
+from registry.sqlite_database import Marker
 from registry.store import MlflowStore
 from registry.version_files import VersionFiles
 

@@ -5,13 +5,10 @@ It handles MLflow's types and quirks; bases and adapters are the callers' concer
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +26,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from registry.mlflow_errors import call, configure, with_time_limits
 from registry.sources import ArtifactSources
-from registry.sqlite_changes import ChangeProbe, Marker
+from registry.sqlite_database import ChangeProbe, Marker, create_sqlite, sqlite_file
 
 T = TypeVar("T")
 
@@ -368,29 +365,6 @@ def shown_uri(uri: str) -> str:
         return uri
     scheme, _, user = head.partition("://")
     return f"{scheme}://{user.partition(':')[0]}@{tail}"
-
-
-def create_sqlite(file: Path, artifact_root: str) -> None:
-    """Creates a store's database if there is none, whole or not at all: MLflow's migrations take
-    seconds, and an interrupt among them, or a second process, would leave a database that no
-    process can open again."""
-    if file.exists():
-        return
-    with ExitStack() as stack:
-        folder = os.open(file.parent, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        if file.exists():  # another process was quicker
-            return
-        made = stack.enter_context(TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent))
-        new = Path(made, file.name)
-        store = SqlAlchemyStore(f"sqlite:///{new}", artifact_root)  # type: ignore[no-untyped-call]
-        store.engine.dispose()
-        new.rename(file)
-
-
-def sqlite_file(tracking_uri: str) -> Path:
-    return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0])
 
 
 def default_artifact_root(tracking_uri: str) -> Path:

@@ -25,7 +25,7 @@ from registry.entities import content_digest
 from registry.errors import RegistryError
 from registry.flavor import DATA
 from registry.manifest import MAX_BASE_BYTES, scan_folder
-from registry.sqlite_changes import ChangeProbe, Marker
+from registry.sqlite_database import ChangeProbe, Marker
 from tests.registry_helpers import (
     adapter_folder,
     base_folder,

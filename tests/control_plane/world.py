@@ -16,7 +16,7 @@ import pytest
 
 from registry.catalog import Catalog
 from registry.client import Registry
-from registry.sqlite_changes import Marker
+from registry.sqlite_database import Marker
 from serve_app.config import CanaryArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control import fleet, manager
 from serve_app.dispatch import gateway

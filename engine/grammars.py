@@ -325,7 +325,7 @@ def _fulfil(opened: Future[LLMatcher], compiled: Future[LLMatcher], output: list
         matcher = compiled.result().deep_copy()
         if output and matcher.try_consume_tokens(output) != len(output):
             reason = failure(matcher)
-            if not reason.startswith(EXCEEDED_GRAMMAR):  # which is the request's, as while it draws
+            if not reason.startswith(EXCEEDED_GRAMMAR):  # a fault of the request, as while it draws
                 reason = f"the output so far is not of the grammar; {reason}"
             raise RuntimeError(reason)
     except BaseException as error:  # also a cancellation, and a panic of the library

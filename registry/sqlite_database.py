@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from sqlalchemy.engine import make_url
 
 Marker = tuple[int, int, int]
 
@@ -64,11 +66,14 @@ def sqlite_file(tracking_uri: str) -> Path:
     return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0])
 
 
-def create_sqlite(file: Path, artifact_root: str) -> None:
+def create_sqlite(uri: str, artifact_root: str) -> None:
     """Creates a store's database if there is none, whole or not at all: MLflow's migrations take
     seconds, and an interrupt among them, or a second process, would leave a database that no
-    process can open again."""
-    if file.exists():
+    process can open again. A database in memory, or with a name of its own, is left to MLflow."""
+    url, file = make_url(uri), sqlite_file(uri)
+    is_plain_file = url.database == str(file) != ":memory:" and "uri" not in url.query
+    file = file.resolve()
+    if not is_plain_file or file.exists():
         return
     with ExitStack() as stack:
         folder = os.open(file.parent, os.O_RDONLY)
@@ -76,8 +81,17 @@ def create_sqlite(file: Path, artifact_root: str) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if file.exists():  # another process was quicker
             return
+        for stale in file.parent.glob(f".{file.name}-*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
         made = stack.enter_context(TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent))
         new = Path(made, file.name)
         store = SqlAlchemyStore(f"sqlite:///{new}", artifact_root)  # type: ignore[no-untyped-call]
         store.engine.dispose()
-        new.rename(file)
+        for end in ("-journal", "-wal", "-shm"):  # SQLite would apply those of a lost database
+            Path(f"{file}{end}").unlink(missing_ok=True)
+        try:
+            os.link(new, file)
+        except FileExistsError:  # of another program, which knows no lock
+            return
+        except OSError:  # a file system without hard links
+            new.rename(file)

@@ -297,7 +297,7 @@ class MlflowStore:
             # client would set ./mlruns, below the process's present working folder.
             root = self._artifact_root.absolute().as_uri()
             if self._probe is not None:
-                create_sqlite(sqlite_file(self.tracking_uri), root)
+                create_sqlite(self.tracking_uri, root)
             SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
         return MlflowClient(uri, uri)
 

@@ -23,6 +23,7 @@ from registry.errors import (
     RegistryUnavailableError,
 )
 from registry.mlflow_errors import call
+from registry.sqlite_database import create_sqlite
 from registry.store import MlflowStore
 from tests.registry_helpers import (
     ADAPTER_FACTS,
@@ -379,3 +380,33 @@ def test_an_interrupted_creation_leaves_no_half_of_a_database(
     assert list(home.iterdir()) == []
     base = register_base(Registry(uri), tmp_path)
     assert Registry(uri).snapshot().bases == (base,)
+
+
+@pytest.mark.parametrize("name", ["plain.db", "my%20own.db", "a name.db?timeout=3"])
+def test_a_new_database_is_where_mlflow_looks_for_it(tmp_path: Path, name: str) -> None:
+    uri = f"sqlite:///{tmp_path}/{name}"
+    base = register_base(Registry(uri), tmp_path)
+    assert Registry(uri).snapshot().bases == (base,)
+    assert len(list(tmp_path.glob("*.db*"))) == 1
+
+
+def test_a_new_database_is_spared_what_a_lost_one_left(tmp_path: Path) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (home / "mlflow.db").symlink_to(elsewhere / "real.db")
+    (elsewhere / "real.db-journal").write_bytes(b"of a server that was killed")
+    (elsewhere / ".real.db-killed").mkdir()
+    base = register_base(Registry(f"sqlite:///{home}/mlflow.db"), tmp_path)
+    assert Registry(f"sqlite:///{elsewhere}/real.db").snapshot().bases == (base,)
+    assert (home / "mlflow.db").is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["real.db"]
+
+
+def test_a_database_in_memory_makes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    create_sqlite("sqlite:///:memory:", "artifacts")
+    create_sqlite("sqlite:///file:here.db?mode=rwc&uri=true", "artifacts")
+    assert list(tmp_path.iterdir()) == []

@@ -44,8 +44,8 @@ def uri(tmp_path: Path) -> Iterator[str]:
     mlflow.set_experiment("pipeline")
     yield uri
     mlflow.set_registry_uri("")
-    # Not what `get_tracking_uri` gave: MLflow would set its default, below the process's working
-    # folder, in the environment that later tests and their processes see.
+    # The value of `get_tracking_uri` is not restored: MLflow would set its default, below the
+    # working folder, in the environment that later tests and their processes see.
     mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
 
 

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 _SILENCE_S = 9.0  # with the time to notice and to end the group: within 12 s
-# Until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine, and in
-# minutes from a cold disk elsewhere.
+# The limit until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine,
+# and in minutes from a cold disk elsewhere.
 _START_SILENCE_S = 180.0
 _LATE_S = 0.5  # this process was paused, the others perhaps, too
 _EXIT_S = 5.0
@@ -179,9 +179,11 @@ class Group:
         began_s = time.monotonic()
         poll = select.poll()
         poll.register(follower.link.fileno(), select.POLLIN)
+        polled_s = began_s
         while not poll.poll(1000 * BEAT_S):
-            silent_s = time.monotonic() - max(began_s, self._segment.beats_s[follower.rank])
-            if silent_s > _START_SILENCE_S:
+            last_s, polled_s = polled_s, time.monotonic()
+            silent_s = polled_s - max(began_s, self._segment.beats_s[follower.rank])
+            if silent_s > _START_SILENCE_S and polled_s - last_s < BEAT_S + _LATE_S:
                 raise EngineError(
                     f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s before it "
                     f"could {what}"

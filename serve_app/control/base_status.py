@@ -32,7 +32,8 @@ class ReplicaCounts:
 def read_status() -> ServeStatus:
     """Returns the status of all applications, as `serve.status()` does. That call makes models of
     the controller's answer, for which it pickles the router class of each deployment by value:
-    nine tenths of its time, and the largest part of a manager's while a base starts."""
+    nine tenths of its time, and the largest part of a manager's while a base starts. Raises
+    RayServeException where no controller runs."""
     details = _get_global_client().get_serve_details()
     return ServeStatus(
         applications={

@@ -82,7 +82,7 @@ def _remember_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = tensor(*(type.shape if type.is_block() else ()))
 
-    @functools.cache
+    @functools.lru_cache(maxsize=None, typed=True)
     def block(element: str, *shape: Any) -> tuple[Any, int, str]:
         if not shape:
             raise TypeError("0d block_type is forbidden")
@@ -114,8 +114,8 @@ def _call_at_once() -> None:
 
 
 def _let_integers_overflow() -> None:
-    """Leaves out the check of each integer sum and product, a fifth of a run: the sizes of tests
-    are far below the limits of int32."""
+    """Leaves out the check of each integer sum and product, a fifth of a run: it reports in
+    Triton's debug mode alone."""
     from triton.runtime import interpreter
 
     options = interpreter.InterpreterOptions(sanitize_overflow=False)

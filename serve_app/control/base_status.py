@@ -34,7 +34,9 @@ def read_status() -> ServeStatus:
     the controller's answer, for which it pickles the router class of each deployment by value:
     nine tenths of its time, and the largest part of a manager's while a base starts. Raises
     RayServeException where no controller runs."""
-    details = _get_global_client().get_serve_details()
+    client = _get_global_client()
+    assert client is not None  # else it has raised
+    details = client.get_serve_details()
     return ServeStatus(
         applications={
             name: ApplicationStatusOverview(

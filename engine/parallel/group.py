@@ -176,18 +176,26 @@ class Group:
 
     def _await_answer(self, follower: _Follower, what: str) -> None:
         """Returns when the rank has sent something, or has ended."""
-        began_s = time.monotonic()
+        began_s = polled_s = time.monotonic()
         poll = select.poll()
         poll.register(follower.link.fileno(), select.POLLIN)
-        polled_s = began_s
         while not poll.poll(1000 * BEAT_S):
-            last_s, polled_s = polled_s, time.monotonic()
-            silent_s = polled_s - max(began_s, self._segment.beats_s[follower.rank])
-            if silent_s > _START_SILENCE_S and polled_s - last_s < BEAT_S + _LATE_S:
-                raise EngineError(
-                    f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s before it "
-                    f"could {what}"
-                )
+            hang = self._hang(follower, polled_s, began_s, _START_SILENCE_S)
+            if hang is not None:
+                raise EngineError(f"{hang} before it could {what}")
+            polled_s = time.monotonic()
+
+    def _hang(
+        self, follower: _Follower, polled_s: float, since_s: float, limit_s: float
+    ) -> str | None:
+        """Returns the words about a rank that shows no sign of life for longer than the limit, from
+        a time on that is no earlier than `since_s`. `polled_s`: before the last wait of `BEAT_S`: a
+        longer wait is a pause of this process."""
+        now_s = time.monotonic()
+        silent_s = now_s - max(since_s, self._segment.beats_s[follower.rank])
+        if silent_s <= limit_s or now_s - polled_s >= BEAT_S + _LATE_S:
+            return None
+        return f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s"
 
     def _watch(self) -> None:
         """Runs until the group ends."""
@@ -195,20 +203,17 @@ class Group:
         for follower in self._followers:
             poll.register(follower.link.fileno(), 0)  # ends only
         while self._death is None and not self._is_closing:
-            began_s = time.monotonic()
+            polled_s = time.monotonic()
             ended = poll.poll(1000 * BEAT_S)
             if self._is_closing:
                 return
-            now_s = time.monotonic()
             if ended:
                 self._fail(self._cause(_NOTICE_S) or "a rank closed its connection")
-            elif now_s - began_s < BEAT_S + _LATE_S:
-                for follower in self._followers:
-                    silent_s = now_s - self._segment.beats_s[follower.rank]
-                    if silent_s > _SILENCE_S:
-                        words = f"rank {follower.rank} of {self.size} hangs for {silent_s:.1f} s"
-                        self._fail(words)
-                        return
+                continue
+            for follower in self._followers:
+                if (hang := self._hang(follower, polled_s, 0.0, _SILENCE_S)) is not None:
+                    self._fail(hang)
+                    return
 
     def _cause(self, within_s: float = 0.0) -> str | None:
         """Returns which rank has exited, perhaps only soon."""

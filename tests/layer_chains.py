@@ -76,11 +76,12 @@ class LayerChain:
             assert not torch.equal(replayed, self.run(None))
 
 
-def assert_overlap_changes_no_bit(
-    first: torch.Tensor, norm: torch.Tensor, layers: Sequence[tuple[Matrix, Matrix]]
-) -> None:
-    """Asserts that kernels of a graph, which overlap, have the bits of kernels in turn."""
+Run = Callable[[Callable[[], None]], torch.Tensor]  # calls its argument behind each kernel
 
+
+def run_of_products(
+    first: torch.Tensor, norm: torch.Tensor, layers: Sequence[tuple[Matrix, Matrix]]
+) -> Run:
     def run(pause: Callable[[], None]) -> torch.Tensor:
         hidden, residual = first.clone(), torch.zeros_like(first)
         for up, down in layers:
@@ -92,12 +93,20 @@ def assert_overlap_changes_no_bit(
             pause()
         return hidden
 
+    return run
+
+
+def assert_overlap_changes_no_bit(run: Run, prepare: Callable[[], None] = lambda: None) -> None:
+    """Asserts that kernels of a graph, which overlap, have the bits of kernels in turn. `prepare`:
+    called before each run."""
+    prepare()
     in_turn = run(torch.cuda.synchronize)
     assert in_turn.isfinite().all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         overlapped = run(lambda: None)
     for _ in range(20):
+        prepare()
         graph.replay()
         assert torch.equal(overlapped, in_turn)
 

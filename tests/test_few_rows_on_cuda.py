@@ -30,7 +30,7 @@ from tests.few_rows_cases import (
     products,
     turns,
 )
-from tests.layer_chains import LayerChain, mixed_case
+from tests.layer_chains import LayerChain, assert_overlap_changes_no_bit, mixed_case
 from tests.lora_kernel_cases import (
     LoraCase,
     Run,
@@ -345,13 +345,4 @@ def test_overlapped_kernels_have_the_bits_of_kernels_in_turn() -> None:
             for cache in caches:
                 cache.view(-1, 8, 128)[slots] = float("nan")
 
-    forget()
-    in_turn = run(torch.cuda.synchronize)
-    assert in_turn.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        overlapped = run(lambda: None)
-    for _ in range(20):
-        forget()
-        graph.replay()
-        assert torch.equal(overlapped, in_turn)
+    assert_overlap_changes_no_bit(run, forget)

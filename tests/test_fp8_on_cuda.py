@@ -31,6 +31,7 @@ from tests.layer_chains import (
     assert_rows_of_the_base_keep_their_bits,
     mixed_case,
     open_quantized,
+    run_of_products,
 )
 from tests.lora_kernel_cases import error_of, make_case
 
@@ -158,7 +159,7 @@ def test_overlapped_kernels_have_the_bits_of_kernels_in_turn(rows: int) -> None:
         (quantised(drawn(14336, 4096, scale=1 / 64)), quantised(drawn(4096, 14336, scale=1 / 120)))
         for _ in range(4)
     ]
-    assert_overlap_changes_no_bit(drawn(rows, 4096), drawn(4096), layers)
+    assert_overlap_changes_no_bit(run_of_products(drawn(rows, 4096), drawn(4096), layers))
 
 
 def test_the_kernels_of_many_rows_take_few_as_well() -> None:

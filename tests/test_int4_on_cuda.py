@@ -36,6 +36,7 @@ from tests.layer_chains import (
     assert_rows_of_the_base_keep_their_bits,
     mixed_case,
     open_quantized,
+    run_of_products,
 )
 from tests.lora_kernel_cases import error_of, make_case
 from tests.quantized_bases import write_quantized
@@ -203,7 +204,7 @@ def test_overlapped_kernels_have_the_bits_of_kernels_in_turn(rows: int) -> None:
         (drawn_rows(14336, 4096, form, "cuda", i), drawn_rows(4096, 14336, form, "cuda", i + 9))
         for i in range(4)
     ]
-    assert_overlap_changes_no_bit(drawn(rows, 4096), drawn(4096), layers)
+    assert_overlap_changes_no_bit(run_of_products(drawn(rows, 4096), drawn(4096), layers))
 
 
 # -- engines ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The file of an embedded SQLite store: its creation, and the detection of writes in microseconds.
 
 MLflow needs 1.3 s of a core to list 1,000 adapters of two versions each, and a server looks every
-two seconds. Independent of MLflow's tables.
+two seconds. The detection is independent of MLflow's tables.
 """
 
 from __future__ import annotations

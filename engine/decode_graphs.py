@@ -29,14 +29,14 @@ _RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    size: int  # sequences; of pieces: tokens
+    size: int  # rows: sequences, or those with the tokens of their drafts; of pieces: tokens
     lora: LoraReach
 
 
-def graph_sizes(max_seqs: int) -> tuple[int, ...]:
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Returns 1, 2, 4, then steps of 8, wider as padding costs less: at most 1/8 beyond 64."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_seqs + 32, 32)]
-    return tuple(sorted({min(size, max_seqs) for size in sizes}))
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_rows + 32, 32)]
+    return tuple(sorted({min(size, max_rows) for size in sizes}))
 
 
 def capture_graph(run: Callable[[], T], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -69,9 +69,9 @@ class DecodeGraphs:
         self._run = run
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def size_for(self, num_sequences: int) -> int | None:
-        """Returns the smallest graph that holds the sequences."""
-        index = bisect.bisect_left(self._sizes, num_sequences)
+    def size_for(self, num_rows: int) -> int | None:
+        """Returns the smallest graph that holds the rows."""
+        index = bisect.bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) and self._graphs else None
 
     def keys(self, with_lora: bool, with_affine: bool) -> list[GraphKey]:

@@ -1,8 +1,9 @@
 """A step on a CUDA device: launched without waiting, collected while the next one runs.
 
-Decode steps replay a graph, small steps with prompts replay a graph between the attention of every
-two layers, all others launch kernel by kernel. The drawn tokens stay on the device as the next
-step's inputs; the host gets a copy. Only `collect` waits for the device.
+Decode steps, with drafts or without, replay a graph, small steps with prompts replay a graph
+between the attention of every two layers, all others launch kernel by kernel. The drawn tokens stay
+on the device as the next step's inputs; the host gets a copy. Only `collect` waits for the
+device.
 
 The draw of a row with a grammar or penalties needs a token that the step before may still hold on
 the device. A step with such rows launches its forward pass alone, and draws all rows later, once
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -151,12 +152,12 @@ class DeviceSteps:
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
         self._masks = Masks(limits.max_draws, model.config.vocab_size, device)
-        scratch = attention_scratch(limits.max_seqs, limits.heads, device)
-        self._decode = StepInputs(
-            limits.max_seqs, limits, pool, scratch, self._drawn, is_decode=True
-        )
+        # In graphs of decodes every draw is a row, which attends as a sequence of its own.
+        rows = replace(limits, max_seqs=limits.max_draws)
+        scratch = attention_scratch(rows.max_seqs, limits.heads, device)
+        self._decode = StepInputs(rows.max_seqs, rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn, is_decode=False)
-        self._graphs = DecodeGraphs(graph_sizes(limits.max_seqs), self._run_static)
+        self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static)
         sizes = piece_sizes(max_tokens) if has_pieces else ()
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
 

@@ -40,14 +40,6 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
-def check_speculation(config: EngineConfig, device: torch.device) -> None:
-    """Raises UnsupportedModelError where drafts are not served."""
-    if config.speculation != "off" and device.type == "cuda":
-        raise UnsupportedModelError(
-            f"speculation is {config.speculation}: on a CUDA device it must be off"
-        )
-
-
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     name = config.dtype
     if name == "auto":

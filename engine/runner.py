@@ -50,7 +50,6 @@ from engine.parallel.channel import slot_size
 from engine.parallel.group import Group
 from engine.reference_step import ReferenceSteps
 from engine.resolved import (
-    check_speculation,
     resolve_backend,
     resolve_device,
     resolve_dtype,
@@ -91,7 +90,6 @@ class ModelRunner:
         self.num_threads = config.num_threads or max(1, num_cores)
         torch.set_num_threads(self.num_threads)
         self.device = resolve_device(config)
-        check_speculation(config, self.device)
         uses_triton = resolve_backend(config, self.device)
         self.dtype = resolve_dtype(config, self.device)
         folder = Path(config.model_path)

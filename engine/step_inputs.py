@@ -1,7 +1,7 @@
 """A step's inputs in static buffers, for a device with Triton kernels and CUDA graphs.
 
-One instance serves the decode graphs (one token per sequence, padded to the graph's size), another
-all other steps. Tokens that the step before drew are named by their row on the device. Free of
+One instance serves the decode graphs (rows of one token, padded to the graph's size), another all
+other steps. Tokens that the step before drew are named by their row on the device. Free of
 weights.
 """
 
@@ -64,8 +64,9 @@ class StepLimits:
 
 
 def is_decode(batch: ScheduledBatch) -> bool:
-    """Returns True if every sequence has one token and samples."""
-    return all(part.samples and part.end - part.start == 1 for part in batch.sequences)
+    """Returns True if every sequence computes its newest token, perhaps with a draft, and
+    samples."""
+    return all(part.samples and part.known_end - part.start == 1 for part in batch.sequences)
 
 
 class StepInputs:
@@ -102,8 +103,8 @@ class StepInputs:
         )
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
-        """Returns the inputs of `size` sequences with one token each; `write(..., size)` fills
-        them."""
+        """Returns the inputs of `size` rows, each of which attends as a sequence with one query;
+        `write_for_graph(..., size)` fills them."""
         device = self._buffers.device
         attention = tuple(
             PagedPlan.for_graph(
@@ -146,15 +147,18 @@ class StepInputs:
         self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int
     ) -> LoraReach:
         """Fills and sends the inputs of `for_graph(size)`. Returns the reach of the rows'
-        adapters."""
+        adapters.
+
+        Each token of a draft is a row of its own, with the block table of its sequence: its keys
+        end at its position, so it sees the tokens before it, whose keys the layer has written."""
         self._buffers.begin()
-        parts = batch.sequences
+        parts = batch.rows
         buffers, block_size = self._buffers, self._limits.block_size
         write_tokens(buffers, parts, drawn_rows, size, block_size)
         write_attention(buffers, parts, size, self._limits.heads)
         write_sampling(buffers, parts, size)
-        runs, weights = self._lora_runs(adapter_runs(parts), size - len(parts))
-        kinds = self.site_kinds(parts)
+        runs, weights = self._lora_runs(adapter_runs(batch.sequences), size - len(parts))
+        kinds = self.site_kinds(batch.sequences)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             write_lora_plan(

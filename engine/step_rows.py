@@ -32,7 +32,9 @@ def write_tokens(
         sequence, start, end = part.sequence, part.start, part.end
         known, table = sequence.token_ids, sequence.block_table
         if end - start == 1:
-            if start < len(known):
+            if part.draft:  # a row of a draft in a graph
+                token_ids[row] = part.draft[-1]
+            elif start < len(known):
                 token_ids[row] = known[start]
             else:
                 sources[row] = drawn_rows[sequence]

@@ -282,12 +282,14 @@ class ScheduledSequence:
     @property
     def rows(self) -> tuple[ScheduledSequence, ...]:
         """One part for each draw of this one, in order: that draw's position is its `end`, and its
-        draft the tokens before it that are guessed."""
+        draft the tokens before it that are guessed. Together they compute the positions of this
+        one: the first those up to the newest token, each other one that of a guessed token."""
         assert self.samples
-        sequence, start, end = self.sequence, self.start, self.known_end
-        return tuple(
-            ScheduledSequence(sequence, start, end + count, True, self.draft[:count])
-            for count in range(len(self.draft) + 1)
+        sequence, end = self.sequence, self.known_end
+        first = ScheduledSequence(sequence, self.start, end, True)
+        return first, *(
+            ScheduledSequence(sequence, end + count - 1, end + count, True, self.draft[:count])
+            for count in range(1, len(self.draft) + 1)
         )
 
     def without_draft(self) -> ScheduledSequence:

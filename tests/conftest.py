@@ -29,7 +29,7 @@ _SLOW_FILES = (
     "test_engine_model",
     "test_engine_windows",
     "test_engine_families",
-    "test_engine_speculation_on_cpu",
+    "test_engine_speculated_tokens",
     "test_engine_draft_gate",
     "test_fp8",
     "test_int4",

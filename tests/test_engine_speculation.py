@@ -17,7 +17,6 @@ from engine.errors import UnsupportedModelError
 from engine.grammar_state import fill_masks
 from engine.kv_layout import kv_layout
 from engine.outputs import kept_draws
-from engine.resolved import check_speculation
 from engine.sampler import masked_rows
 from engine.types import (
     Request,
@@ -154,14 +153,6 @@ def test_a_draft_takes_no_block_that_a_running_sequence_needs_next() -> None:
         request = make_request(f"r{i}", 4, max_tokens=8, seed=i)
         assert tokens_of(outputs, f"r{i}") == solo_tokens(request, 0, runner.model_config)
     assert engine.load().num_preemptions == 0
-
-
-def test_drafts_on_a_cuda_device_are_refused_before_anything_is_loaded() -> None:
-    device = torch.device("cuda")
-    check_speculation(make_config(), device)
-    check_speculation(make_config(speculation="auto"), torch.device("cpu"))
-    with pytest.raises(UnsupportedModelError, match="speculation is auto: on a CUDA device"):
-        check_speculation(make_config(speculation="auto"), device)
 
 
 def test_a_run_that_breaks_ends_its_request_after_the_tokens_before() -> None:

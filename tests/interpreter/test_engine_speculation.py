@@ -1,4 +1,5 @@
-"""Speculation on the device's steps, kernels interpreted: the tokens of a run without drafts."""
+"""Speculation on the device's steps, kernels interpreted: the tokens of a run without drafts. Once
+drafts are tiles of queries, once rows of their own, as in graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from engine.core import Engine
 from engine.drafts import Drafter
 from engine.runner import ModelRunner
 from engine.types import Grammar, Request, SamplingParams, Sequence, TokenLogprobs
+from tests.called_graphs import with_graphs
 from tests.engine_helpers import make_base, make_named_adapters, open_small, random_prompt
 from tests.fakes import make_config
 from tests.grammar_helpers import EOS, VOCAB, grammars
@@ -34,12 +36,15 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return open_small(base, make_named_adapters(base, ADAPTERS), "triton")
 
 
-def outputs(runner: ModelRunner, drafter: Drafter | None, *, ahead: bool) -> tuple[Found, Engine]:
+def outputs(
+    runner: ModelRunner, drafter: Drafter | None, *, ahead: bool, forced: bool = True
+) -> tuple[Found, Engine]:
     config = make_config(
         block_size=16,
         max_num_batched_tokens=32,
         speculation="off" if drafter is None else "suffix",
         async_scheduling=ahead,
+        force_grammar_tokens=forced,
     )
     engine = Engine(config, runner, grammars=grammars(), drafter=drafter)
     for i, params in enumerate(PARAMS):
@@ -62,17 +67,21 @@ def without_drafts(runner: ModelRunner) -> tuple[Found, int]:
     return found, engine.load().num_steps
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("ahead", "in_graphs"), [(False, True), (True, False)])
 def test_drafts_change_no_token_of_the_device(
-    runner: ModelRunner, without_drafts: tuple[Found, int], ahead: bool
+    runner: ModelRunner, without_drafts: tuple[Found, int], ahead: bool, in_graphs: bool
 ) -> None:
     plain, num_steps = without_drafts
+    graphs = with_graphs(runner) if in_graphs else None
 
     def truth(sequence: Sequence) -> tuple[int, ...]:
         return tuple(plain[sequence.request.request_id][0])
 
-    found, engine = outputs(runner, ScriptedDrafter("half", VOCAB, truth), ahead=ahead)
+    drafter = ScriptedDrafter("half", VOCAB, truth)
+    # Forced tokens, of which a sequence has several at once, are no rows of a graph.
+    found, engine = outputs(runner, drafter, ahead=ahead, forced=not in_graphs)
     load = engine.load()
+    assert graphs is None or {key.size for key in graphs.replayed} == {1, 8}
     assert 0 < load.num_accepted_tokens < load.num_draft_tokens
     assert load.num_steps < num_steps
     for name, (token_ids, logprobs) in plain.items():

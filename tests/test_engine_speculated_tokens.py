@@ -1,17 +1,25 @@
-"""Speculation on the reference backend: a real model gives the same tokens with and without it, at
-every setting of sampling, with grammars, adapters, stop tokens and migration."""
+"""Speculation in a real model: the same tokens with and without it, at every setting of sampling,
+with grammars, adapters, stop tokens and migration; on the reference backend, and on a CUDA device in
+graphs.
+
+On a CUDA device a row's numbers depend on the rows beside it, by the rounding of float32: of a
+thousand requests a few may draw another token where two were nearly equal."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from engine.core import Engine
+from engine.decode_graphs import GraphKey
+from engine.device_step import DeviceSteps
 from engine.drafts import Drafter
 from engine.runner import ModelRunner
 from engine.types import Grammar, Request, ResumedChoice, SamplingParams, Sequence, TokenOutput
@@ -22,16 +30,30 @@ from tests.speculation_helpers import Script, ScriptedDrafter
 
 NUM_REQUESTS = 1000
 ADAPTERS = {"qv": (4, ("q_proj", "v_proj")), "head": (8, ("o_proj", "down_proj", "lm_head"))}
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+)
 Outputs = dict[tuple[str, int], list[TokenOutput]]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+@pytest.fixture(scope="module", params=DEVICES)
+def runner(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelRunner:
     folder = tmp_path_factory.mktemp("models") / "base"
     base = make_base(
         folder, vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=EOS, num_hidden_layers=2
     )
-    runner = make_runner(base, num_blocks=160, num_threads=1)
+    # Blocks of 16 tokens on a CUDA device, of 4 on a CPU.
+    settings = {"num_blocks": 160, "num_threads": 1, "max_num_seqs": 32}
+    if request.param == "cuda":
+        settings |= {"num_blocks": 40, "speculation": "suffix"}
+    runner = make_runner(base, request.param, **settings)
     for name, path in make_named_adapters(base, ADAPTERS).items():
         runner.load_adapter(name, path)
     return runner
@@ -131,20 +153,46 @@ def truth(
     return tokens(expected[sequence.request.request_id, sequence.choice])
 
 
-def check_same(found: Outputs, expected: Outputs) -> None:
-    for key in found:
-        outputs = expected[key]
-        assert tokens(found[key]) == tokens(outputs), key
-        assert ending(found[key]) == ending(outputs), key
-        prompts = [[p and p.token_id for p in o[0].prompt_logprobs] for o in (found[key], outputs)]
-        assert prompts[0] == prompts[1]
-        for one, other in zip(
-            [p for output in found[key] for p in output.logprobs],
-            [p for output in outputs for p in output.logprobs],
-            strict=True,
-        ):
-            assert (one.token_id, one.rank) == (other.token_id, other.rank)
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+def check_same(runner: ModelRunner, found: Outputs, expected: Outputs) -> None:
+    """Asserts that the outputs are the same, on a CUDA device but for a few near ties."""
+    others = [key for key in found if not is_same(found[key], expected[key])]
+    assert len(others) <= (0 if runner.device.type == "cpu" else len(found) // 200), others
+
+
+def is_same(found: Many[TokenOutput], expected: Many[TokenOutput]) -> bool:
+    prompts = [[p and p.token_id for p in o[0].prompt_logprobs] for o in (found, expected)]
+    assert prompts[0] == prompts[1]
+    if tokens(found) != tokens(expected) or ending(found) != ending(expected):
+        return False
+    for one, other in zip(
+        [p for output in found for p in output.logprobs],
+        [p for output in expected for p in output.logprobs],
+        strict=True,
+    ):
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    return True
+
+
+@contextmanager
+def counted_replays(runner: ModelRunner) -> Iterator[list[int]]:
+    """Yields the sizes of the graphs that are replayed within."""
+    sizes: list[int] = []
+    if not isinstance(runner._steps, DeviceSteps):
+        yield sizes
+        return
+    graphs = runner._steps._graphs
+    replay = graphs.replay
+
+    def counted(key: GraphKey) -> torch.Tensor:
+        sizes.append(key.size)
+        return replay(key)
+
+    graphs.replay = counted  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        graphs.replay = replay  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("mode", "count"), [("suffix", NUM_REQUESTS), ("auto", 200)])
@@ -156,7 +204,7 @@ def test_suffix_drafts_change_no_token(
     count: int,
 ) -> None:
     engine = new_engine(runner, speculation=mode)
-    check_same(run(engine, requests[:count]), expected)
+    check_same(runner, run(engine, requests[:count]), expected)
     load = engine.load()
     assert load.num_free_blocks == runner.num_blocks
     if mode == "suffix":
@@ -175,9 +223,12 @@ def test_scripted_drafts_change_no_token(
 ) -> None:
     drafter = ScriptedDrafter(script, VOCAB, partial(truth, expected))
     engine = new_engine(runner, drafter, speculation="suffix", max_num_batched_tokens=40)
-    check_same(run(engine, requests[:count]), expected)
+    with counted_replays(runner) as sizes:
+        check_same(runner, run(engine, requests[:count]), expected)
     load = engine.load()
     assert load.num_free_blocks == runner.num_blocks
+    # At most 12 choices run, so graphs of more rows have drafts.
+    assert runner.device.type == "cpu" or max(sizes) > 16
     assert (load.num_accepted_tokens > count) == (script != "wrong")
     assert not drafter.open
 
@@ -195,8 +246,11 @@ def test_a_run_that_moves_to_another_engine_goes_on_with_the_same_tokens(
         moved.append(replace(request, resumed=tuple(done)))
     drafter = ScriptedDrafter("half", VOCAB, partial(truth, expected))
     found = run(new_engine(runner, drafter, speculation="suffix"), moved)
+    others = []
     for request in moved:
         for choice in request.resumed:
             key = request.request_id, choice.choice
-            assert (*choice.token_ids, *tokens(found[key])) == tokens(expected[key])
-            assert ending(found[key]) == ending(expected[key])
+            whole = (*choice.token_ids, *tokens(found[key]))
+            if (whole, ending(found[key])) != (tokens(expected[key]), ending(expected[key])):
+                others.append(key)
+    assert len(others) <= (0 if runner.device.type == "cpu" else 1), others

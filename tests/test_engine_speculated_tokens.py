@@ -1,6 +1,6 @@
 """Speculation in a real model: the same tokens with and without it, at every setting of sampling,
-with grammars, adapters, stop tokens and migration; on the reference backend, and on a CUDA device in
-graphs.
+with grammars, adapters, stop tokens and migration; on the reference backend, and on a CUDA device
+in graphs.
 
 On a CUDA device a row's numbers depend on the rows beside it, by the rounding of float32: of a
 thousand requests a few may draw another token where two were nearly equal."""
@@ -248,9 +248,9 @@ def test_a_run_that_moves_to_another_engine_goes_on_with_the_same_tokens(
     found = run(new_engine(runner, drafter, speculation="suffix"), moved)
     others = []
     for request in moved:
-        for choice in request.resumed:
-            key = request.request_id, choice.choice
-            whole = (*choice.token_ids, *tokens(found[key]))
+        for resumed in request.resumed:
+            key = request.request_id, resumed.choice
+            whole = (*resumed.token_ids, *tokens(found[key]))
             if (whole, ending(found[key])) != (tokens(expected[key]), ending(expected[key])):
                 others.append(key)
     assert len(others) <= (0 if runner.device.type == "cpu" else 1), others

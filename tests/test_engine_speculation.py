@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from engine.core import Engine
 from engine.drafts import Draft
-from engine.errors import UnsupportedModelError
 from engine.grammar_state import fill_masks
 from engine.kv_layout import kv_layout
 from engine.outputs import kept_draws

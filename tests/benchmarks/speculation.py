@@ -1,15 +1,19 @@
 """Output tokens per second with and without speculation, and the acceptance of drafts.
 
-On a CPU: the demo's base with the adapters sql, extract, tools, and the base itself, on questions
-that training never saw, greedy; drafts come from earlier text. Variants take turns on one runner
-with the same questions, new ones in each round; the first round is told apart, because nothing is
-learned and no text is known yet. Every answer is compared with that of the variant without drafts.
+On a CPU, or with `--device cuda`: the demo's base with the adapters sql, extract, tools, and the
+base itself, on questions that training never saw, greedy; drafts come from earlier text. Variants
+take turns on one runner with the same questions, new ones in each round; the first round is told
+apart, because nothing is learned and no text is known yet. Every answer is compared with that of
+the variant without drafts.
 
 With `--shape`: random weights of that shape, on a GPU, prompts of random tokens and drafts that are
-right with a fixed probability per token (`--acceptance`), replayed from a run without drafts.
+right with a fixed probability per token (`--acceptance`), replayed from a run without drafts. All
+requests of a round begin together, so the time after their prompts is told apart. The head is the
+embedding, moved by a row: the next token is then never nearly equal to another one, and an answer
+does not change with the rounding of larger steps, which would make all later drafts wrong.
 
     python -m tests.benchmarks.speculation [--concurrency 1,4,16] [--rounds 5] [--threads 1]
-    python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6 --concurrency 1,32
+    python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6,0.8 --distinct 0,32
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -35,8 +40,7 @@ from engine.types import Request, SamplingParams, SpeculationMode
 from engine.types import Sequence as Choice
 from notebooks.demo_adapters import extract, pirate, sql, tools
 from notebooks.demo_adapters.train import chat_template, render
-from serve_app.cli.demo.prepare import ADAPTERS_DIR, base_folder, prepare
-from serve_app.config import default_home
+from tests.benchmarks.memory_adapters import MemoryReader
 from tests.benchmarks.our_engine import Settings
 from tests.benchmarks.report import emit, emit_machine
 from tests.benchmarks.shapes import SHAPES
@@ -48,6 +52,8 @@ QUESTIONS = {
     "tools": tools.held_out_examples,
     "base": pirate.held_out_questions,  # free chat: drafts are hardly ever right
 }
+ADAPTERS_DIR = Path("serve_app/cli/demo/adapters")  # of the checkout
+RANK = 16  # of the adapters of --shape
 _MATCH_LENGTH = 4  # of a replayed draft: always the same
 
 
@@ -78,6 +84,7 @@ class Timing:
     num_steps: int
     seconds: float
     cpu_s: float  # of this process: with one thread, whatever else the machine does
+    decode_s: float  # after the first token of every request
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +96,8 @@ def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     waiting, num_open = list(reversed(requests)), 0
     first_step = engine.load().num_steps
+    begun: set[str] = set()
+    decode_began_s = 0.0
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     while waiting or engine.has_work:
         while waiting and num_open < concurrency:
@@ -98,11 +107,16 @@ def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing
             assert output.error is None, output.error
             outputs[output.request_id] += output.token_ids
             num_open -= output.finish_reason is not None
+            if output.request_id not in begun:
+                begun.add(output.request_id)
+                decode_began_s = time.perf_counter()
+    ended_s = time.perf_counter()
     return Timing(
         {request_id: tuple(ids) for request_id, ids in outputs.items()},
         engine.load().num_steps - first_step,
-        time.perf_counter() - began_s,
+        ended_s - began_s,
         time.process_time() - began_cpu_s,
+        ended_s - decode_began_s,
     )
 
 
@@ -139,8 +153,10 @@ def measure(
     rounds: Sequence[Sequence[Request]],
     concurrency: int,
     drafter: ReplayedDrafter | None,
+    **facts: object,
 ) -> None:
-    """Runs the rounds, whose variants take turns, and prints the medians of all but the first."""
+    """Runs the rounds, whose variants take turns, and prints the medians of all but the first.
+    `facts`: more fields of the lines."""
     for variant in variants:
         variant.timings.clear()
         variant.acceptance()
@@ -160,6 +176,7 @@ def measure(
         later = pairs[1:] or pairs
         emit(
             workload=name,
+            **facts,
             concurrency=concurrency,
             speculation=variant.mode,
             output_tokens=variant.timings[-1].num_tokens,
@@ -167,6 +184,7 @@ def measure(
             tokens_per_s=_median([t.num_tokens / t.seconds for t, _ in later]),
             tokens_per_cpu_s=_median([t.num_tokens / t.cpu_s for t, _ in later]),
             speedup=_median([other.seconds / t.seconds for t, other in later]),
+            decode_speedup=_median([other.decode_s / t.decode_s for t, other in later]),
             cpu_speedup=_median([other.cpu_s / t.cpu_s for t, other in later]),
             first_round_speedup=round(plain[0].seconds / variant.timings[0].seconds, 3),
             draft_tokens=drafted,
@@ -180,8 +198,7 @@ def _median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 3)
 
 
-def demo_prompts(adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:
-    base = base_folder(default_home())
+def demo_prompts(base: Path, adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:
     tokenizer = AutoTokenizer.from_pretrained(base)
     template = chat_template(adapter)
     if template is not None:
@@ -190,25 +207,37 @@ def demo_prompts(adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:
     return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-def demo_rounds(adapter: str, rounds: int, count: int) -> Iterator[list[Request]]:
+def demo_rounds(base: Path, adapter: str, rounds: int, count: int) -> Iterator[list[Request]]:
     params = SamplingParams(max_tokens=96, temperature=0.0)
     for number in range(rounds):
-        prompts = demo_prompts(adapter, 100 + number, count)
+        prompts = demo_prompts(base, adapter, 100 + number, count)
         key = None if adapter == "base" else adapter
         yield [Request(f"{adapter}-{i}", ids, params, key) for i, ids in enumerate(prompts)]
 
 
-def measure_demo(arguments: argparse.Namespace) -> None:
+def prepared_base() -> Path:
+    """Returns the folder of the demo's base, made where it is missing."""
+    # Only here: it needs MLflow, which a machine that measures a given folder may lack.
+    from serve_app.cli.demo.prepare import base_folder, prepare
+    from serve_app.config import default_home
+
     prepare(default_home())
+    return base_folder(default_home())
+
+
+def measure_demo(arguments: argparse.Namespace) -> None:
+    base = arguments.model or prepared_base()
+    is_cuda = arguments.device == "cuda"
     config = EngineConfig(
-        model_path=str(base_folder(default_home())),
+        model_path=str(base),
         base_digest="speculation",
-        device="cpu",
-        dtype="float32",
+        device="cuda" if is_cuda else "cpu",
+        dtype="bfloat16" if is_cuda else "float32",
         max_model_len=2048,
         enable_prefix_caching=False,  # the variants share the blocks' memory
         num_threads=arguments.threads,
         num_speculative_tokens=arguments.draft_tokens,
+        speculation=arguments.modes[-1],  # of the runner: with room for drafts
     )
     runner = ModelRunner(config)
     for name in ADAPTERS:
@@ -217,30 +246,64 @@ def measure_demo(arguments: argparse.Namespace) -> None:
         for concurrency in map(int, arguments.concurrency.split(",")):
             count = max(arguments.requests, 2 * concurrency)
             variants = [Variant(mode, config, runner, None) for mode in arguments.modes]
-            rounds = list(demo_rounds(adapter, arguments.rounds, count))
+            rounds = list(demo_rounds(base, adapter, arguments.rounds, count))
             measure(adapter, variants, rounds, concurrency, None)
 
 
 def measure_shape(arguments: argparse.Namespace) -> None:
-    shape = SHAPES[arguments.shape]
     draw = random.Random(1)
-    drafter = ReplayedDrafter(arguments.acceptance)
-    others = {"num_speculative_tokens": arguments.draft_tokens}
+    counts = _numbers(arguments.distinct)
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(shape, Path(folder), arguments.device, others=others)
-        config = settings.config("off")
-        runner = ModelRunner(config)  # with "off": a served engine refuses drafts on CUDA
-        params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
-        for concurrency in map(int, arguments.concurrency.split(",")):
-            variants = [Variant(mode, config, runner, drafter) for mode in arguments.modes]
-            rounds = [
-                [
-                    Request(f"r{i}", tuple(draw.choices(range(10, 1000), k=256)), params)
-                    for i in range(2 * concurrency)
+        settings = Settings(
+            SHAPES[arguments.shape],
+            Path(folder),
+            arguments.device or "cuda",
+            others={
+                "num_speculative_tokens": arguments.draft_tokens,
+                "speculation": arguments.modes[-1],  # of the runner: with room for drafts
+            },
+        )
+        config = settings.config("on" if max(counts) else "off")
+        runner = ModelRunner(config)
+        weights = runner._weights
+        weights.embedding.mul_(8)  # so that the layers' sums do not hide it
+        weights.head.copy_(weights.embedding.roll(1, 0))
+        reader = MemoryReader(runner)
+        reader.prepare(RANK)
+        for index in range(max(counts)):
+            reader.read(f"r{RANK}-{index}", "")()
+        params = SamplingParams(
+            max_tokens=arguments.output_tokens, temperature=0.0, ignore_eos=True
+        )
+        for concurrency, count in product(_numbers(arguments.concurrency), counts):
+            for acceptance in map(float, arguments.acceptance.split(",")):
+                drafter = ReplayedDrafter(acceptance)
+                variants = [Variant(mode, config, runner, drafter) for mode in arguments.modes]
+                rounds = [
+                    [
+                        Request(
+                            f"r{i}",
+                            tuple(draw.choices(range(10, 1000), k=256)),
+                            params,
+                            f"r{RANK}-{i % count}" if count else None,
+                        )
+                        for i in range(concurrency)
+                    ]
+                    for _ in range(arguments.rounds)
                 ]
-                for _ in range(arguments.rounds)
-            ]
-            measure(arguments.shape, variants, rounds, concurrency, drafter)
+                measure(
+                    arguments.shape,
+                    variants,
+                    rounds,
+                    concurrency,
+                    drafter,
+                    adapters=count,
+                    draft_acceptance=acceptance,
+                )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -253,8 +316,13 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument("--modes", nargs="+", default=["off", "auto", "suffix"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, replayed drafts")
-    parser.add_argument("--acceptance", type=float, default=0.6, help="of a replayed draft's token")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of --shape")
+    parser.add_argument("--acceptance", default="0.6", help="of a replayed draft's token, by comma")
+    parser.add_argument("--distinct", default="0", help="adapters of --shape, numbers by comma")
+    parser.add_argument("--output-tokens", type=int, default=128, help="of --shape")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu; of --shape: cuda")
+    parser.add_argument(
+        "--model", type=Path, help="folder of the demo's base, if not prepared here"
+    )
     arguments = parser.parse_args()
     if arguments.modes[0] != "off" or not {*arguments.modes} <= {*get_args(SpeculationMode)}:
         parser.error(f"--modes: off, then others of {', '.join(get_args(SpeculationMode))}")

@@ -15,7 +15,7 @@ from kernels.backend import uses_triton
 from kernels.few_rows import HALF_TYPES, is_few
 from kernels.int4 import Int4Rows
 
-MAX_MID_ROWS = 256
+MAX_MID_ROWS = 128
 _CHUNK = 16 * 1024 * 1024  # elements of W that the reference has in float32 at a time
 
 

@@ -74,7 +74,7 @@ def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
 def mid(dtype: str, form: dict[str, object], lanes: int, *, is_wide: bool = False) -> str:
     from kernels.triton_int4_mid import _int4_mid_kernel, tile_for
 
-    tile, splits = replace(tile_for(lanes, on_hopper=True), is_wide=is_wide), 1
+    tile, splits = replace(tile_for(on_hopper=True), is_wide=is_wide), 1
     constants = (
         SHAPE
         | form

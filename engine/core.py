@@ -179,6 +179,8 @@ class Engine:
             batch = self.scheduler.schedule()
         step = self._launch(by_adapter(batch), began_s)
         step.follows_at_once = bool(self._in_flight.batch.sequences)
+        if self._speculation is not None:
+            self._speculation.learn()
         outputs += self._collect_in_flight()
         self._draw(step)
         if self._runs_ahead and step.launched is not None:

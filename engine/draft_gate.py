@@ -25,8 +25,11 @@ _MOST_SOURCES = 4096
 _MOST = 0.98  # of a probability
 _GAIN = 1.03  # a draft that is expected to save less is left out
 _NEWEST = 0.1  # share of a new step in the mean of its kind
+_FIRST = 2  # steps of a kind of which the shortest counts
 _FAR = 4.0  # times its mean: an exception, such as a step that compiles
 _STALE = 64  # steps after which the steps without drafts are measured again
+_LEAST = 0.05  # probability of a token that is worth its row, be it almost free
+_BOLD = 4.0  # times the largest measured number of draft tokens
 _SIZES = 16  # of draft tokens in a step, in powers of two
 _FORGOTTEN = 512  # steps after which an old measurement does not keep drafts out any more
 
@@ -112,7 +115,10 @@ class _Mean:
         seconds = min(seconds, _FAR * self.seconds)
         self.num_sequences += share * (num_sequences - self.num_sequences)
         self.num_drafted += share * (num_drafted - self.num_drafted)
-        self.seconds += share * (seconds - self.seconds)
+        if self.num_steps <= _FIRST:  # a first step may be an exception
+            self.seconds = min(seconds, self.seconds)
+        else:
+            self.seconds += share * (seconds - self.seconds)
         self.last_step = step
 
 
@@ -148,7 +154,7 @@ class DraftGate:
             return counts
         (_, plain_s), *points = self._points(num_sequences, row_s)
         # Unknown sizes are tried from small ones on: a wrong guess then costs little.
-        limit = int(2 * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
+        limit = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
         best = sorted(
             ((value, index) for index, values in enumerate(survivals) for value in values),
@@ -156,6 +162,8 @@ class DraftGate:
         )
         rate, most, expected = _GAIN * num_sequences / plain_s, 0, float(num_sequences)
         for count, (value, _) in enumerate(best[:limit], 1):
+            if value < _LEAST:
+                break
             expected += value
             found = expected / _seconds(count, plain_s, points, row_s)
             if found > rate:
@@ -182,16 +190,17 @@ def _seconds(
 ) -> float:
     """Returns the expected duration of a step with so many draft tokens. `points`: of steps with
     drafts; a part of their cost may be the same for any number of draft tokens, as where only steps
-    without have graphs."""
+    without drafts run ahead. Beyond the only point more rows are taken to be free, as they are on a
+    GPU that reads its weights, and beyond the last of several to cost half of those before: where
+    they cost more, the first step of that size shows it."""
     if not points:
-        return plain_s + row_s * count
-    before = points[0]
+        return plain_s
+    before, slope = points[0], 0.0
     if count <= before[0]:
         return max(plain_s, before[1] - row_s * (before[0] - count))
-    slope = row_s
     for point in points[1:]:
         slope = max(0.0, point[1] - before[1]) / max(1.0, point[0] - before[0])
         if count <= point[0]:
-            break
+            return before[1] + slope * (count - before[0])
         before = point
-    return before[1] + slope * (count - before[0])
+    return before[1] + 0.5 * slope * (count - before[0])

@@ -9,7 +9,6 @@ reported and does not affect others. Free of blocks and adapters.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -63,7 +62,10 @@ def by_sequence(batch: ScheduledBatch, answers: Iterable[Sample]) -> list[Sample
     for part in batch.sequences:
         first = next(drawn) if part.samples else Sample(None)
         if part.draft:
-            first = replace(first, after_draft=tuple(islice(drawn, len(part.draft))))
+            rest = tuple(islice(drawn, len(part.draft)))
+            first = Sample(
+                first.token_id, first.logprobs, first.prompt_logprobs, first.is_finite, rest
+            )
         samples.append(first)
     return samples
 

@@ -53,6 +53,7 @@ QUESTIONS = {
     "base": pirate.held_out_questions,  # free chat: drafts are hardly ever right
 }
 ADAPTERS_DIR = Path("serve_app/cli/demo/adapters")  # of the checkout
+EMBEDDING_SIZE = 16.0  # the standard deviation of its numbers
 RANK = 16  # of the adapters of --shape
 _MATCH_LENGTH = 4  # of a replayed draft: always the same
 
@@ -266,8 +267,9 @@ def measure_shape(arguments: argparse.Namespace) -> None:
         config = settings.config("on" if max(counts) else "off")
         runner = ModelRunner(config)
         weights = runner._weights
-        weights.embedding.mul_(8)  # so that the layers' sums do not hide it
         weights.head.copy_(weights.embedding.roll(1, 0))
+        # What the layers add, of the size 2 each, must not hide it.
+        weights.embedding.mul_(EMBEDDING_SIZE / weights.embedding[:1000].float().std())
         reader = MemoryReader(runner)
         reader.prepare(RANK)
         for index in range(max(counts)):

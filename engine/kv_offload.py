@@ -3,11 +3,11 @@
     device, idle --store ahead of eviction--> host --load while the sequence waits--> device, idle
     device, of a preempted sequence --store at once--> host --load, as any prefix--> device, idle
 
-Stores take the idle blocks that are next in line for eviction, and only while few blocks could be
-allocated without a loss. To store each block when it is published would write all blocks over the
-bus, and fill a host tier that is smaller than the device's cache with copies of what the device has
-anyway: so the two tiers add up, and an engine whose device has room copies nothing. Blocks that
-are evicted before a copy of them has begun are lost, and counted.
+Stores take the idle blocks that are next in line for eviction, and only while the next steps could
+allocate blocks that the host lacks. To store each block when it is published would write all blocks
+over the bus, and fill a host tier that is smaller than the device's cache with copies of what the
+device has anyway: so the two tiers add up, and an engine whose device has room copies nothing.
+Blocks that are evicted before a copy of them has begun are lost, and counted.
 
 A sequence whose prefix continues on the host waits for its copies as others wait for adapters:
 younger ones pass, within the blocks that it leaves. Loaded blocks are published when their copy has
@@ -23,6 +23,7 @@ only; one thread calls it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -44,11 +45,10 @@ from engine.types import EngineLoad, Runner, Sequence
 from engine.window_tables import make_tables
 
 # Copies beside steps slow them down: on an H200 a copy at 50 GB/s beside matrix products by a
-# fifth. So stores of idle blocks, which nothing waits for, have few bytes in flight: at most so
-# many between two steps. Loads make a first token earlier, and may fill the bus.
-_STORE_BYTES = 64 * 1024**2
+# fifth. Stores are paced by the allocations that they precede, 5 GB/s where prompts of Llama-3-8B
+# fill the device; loads by the bytes in flight between two steps, 5 ms of them.
 _LOAD_BYTES = 256 * 1024**2
-_SAVED_SHARE = 8  # a part of the device's blocks is kept free of loss: one in so many
+_SAVED_STEPS = 2  # steps whose allocations lose nothing: the stores of a step end beside the next
 _SWAP_BATCH = 16  # blocks of a copy; a step that needs one of them waits for its copy alone
 _NEWEST = 0.2  # weight of the newest copy in the mean of a block's seconds
 Wait = Literal["none", "loading", "full"]
@@ -78,18 +78,18 @@ class KVOffload:
         tables: HostTables,
         copier: BlockCopier,
         cost: StepCost,
+        step_blocks: int,
     ) -> None:
+        """`step_blocks`: the most blocks that a step allocates."""
         self._pool, self._host, self._tables = pool, host, tables
         self._copier, self._cost = copier, cost
         self._stores: deque[_Store] = deque()  # in flight, in the order of their begin
         self._loads: deque[_Load] = deque()
         self._store_of: dict[int, _Store] = {}  # in flight, by the block that is read
         self._loading: set[bytes] = set()
-        self._num_storing = self._num_loading = 0  # blocks in flight
-        size = copier.block_bytes
-        self._most_storing = max(1, _STORE_BYTES // size)
-        self._most_loading = max(1, _LOAD_BYTES // size)
-        self._least_saved = -(-pool.num_blocks // _SAVED_SHARE)
+        self._num_loading = 0  # blocks in flight
+        self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
+        self._least_saved = min(pool.num_blocks, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
         self._counts = KVHostLoad(num_blocks=host.num_slots)
         pool.on_take = self._before_write
@@ -104,10 +104,9 @@ class KVOffload:
         """Makes blocks whose copies have ended findable, and stores the next to be evicted."""
         self._tables.num_reserved = 0
         self._land()
-        room = self._most_storing - self._num_storing
-        lacking = self._least_saved - self._pool.num_saved - self._num_storing
-        if room > 0 and lacking > 0:
-            self._store(self._pool.next_unsaved(min(room, lacking)))
+        lacking = self._least_saved - self._pool.num_saved
+        if lacking > 0:
+            self._store(self._pool.next_unsaved(lacking))
 
     def wait(self) -> None:
         """Blocks until the next `begin_step` finds a load that has ended."""
@@ -207,7 +206,6 @@ class KVOffload:
         store = _Store(self._copier.store(stored, slots), stored, names)
         self._stores.append(store)
         self._store_of |= dict.fromkeys(stored, store)
-        self._num_storing += len(stored)
         return len(stored)
 
     def _load(
@@ -228,7 +226,6 @@ class KVOffload:
                 self._host.stored(name)
                 if self._store_of.get(block) is store:
                     del self._store_of[block]
-            self._num_storing -= len(store.blocks)
             self._store_block_s = self._observe(store.copy, len(store.blocks), stored=True)
         while self._loads and self._loads[0].copy.query():
             load = self._loads.popleft()
@@ -274,4 +271,6 @@ def open_tables(
     host = HostBlocks(copier.num_slots)
     pool = OffloadedPool(num_blocks, config.block_size, config.base_digest, host)
     tables = HostTables(pool, layout, num_uncommitted)
-    return pool, tables, KVOffload(pool, host, tables, copier, cost)
+    step_blocks = math.ceil(config.max_num_batched_tokens / tables.tokens_per_block)
+    step_blocks += config.max_num_seqs  # each may begin a block with one token
+    return pool, tables, KVOffload(pool, host, tables, copier, cost, step_blocks)

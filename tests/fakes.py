@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from engine.blocks import BlockPool
-from engine.host_blocks import BlockCopier
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.host_blocks import BlockCopier
 from engine.kv_layout import KVLayout, kv_layout, num_uncommitted
 from engine.scheduler import Scheduler
 from engine.stopping import banned_token_ids, ending

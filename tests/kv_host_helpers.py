@@ -1,14 +1,18 @@
-"""Slow copies of KV blocks for engines without tensors: each ends when a test says so, and until
-then nothing can be relied on."""
+"""Slow copies of KV blocks, for engines with and without tensors: each ends when a test says so,
+and until then nothing can be relied on."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+
+from engine.runner import ModelRunner
 from tests.fakes import FakeRunner
 
-Content = list[int | None]
+Content = Any  # of a block
 
 
 class SlowCopy:
@@ -117,5 +121,23 @@ def runner_with_host(
         runner.kv[block * size : (block + 1) * size] = [None] * size if content is None else content
 
     copier = SlowCopier(read, write, num_slots, polls)
+    runner.kv_copies = copier
+    return copier
+
+
+def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
+    """Replaces the copies of a runner on a CPU by slow ones."""
+    assert runner.kv_copies is not None
+    blocks = runner._kv.blocks
+    assert blocks is not None
+
+    def write(block: int, content: torch.Tensor | None) -> None:
+        if content is None:
+            blocks[block].fill_(255)  # not a number, as float32
+        else:
+            blocks[block].copy_(content)
+
+    num_slots = runner.kv_copies.num_slots
+    copier = SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
     runner.kv_copies = copier
     return copier

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from engine.core import Engine
 from engine.runner import ModelRunner
+from engine.step_cost import StepCost
 from tests.fakes import FakeRunner
 
 Content = Any  # of a block
@@ -141,3 +143,21 @@ def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
     copier = SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
     runner.kv_copies = copier
     return copier
+
+
+def always_copies(engine: Engine) -> None:
+    """Has the engine copy blocks though tiny models may compute them as fast."""
+    assert engine._offload is not None
+    engine._offload._cost = StepCost()
+
+
+def check_no_leak(engine: Engine) -> None:
+    """Asserts that no block or slot is held once the engine has no work."""
+    offload = engine._offload
+    assert offload is not None
+    offload.drain()
+    while offload._host.num_storing:
+        offload.begin_step()
+    assert engine.load().num_free_blocks == engine.load().num_blocks
+    assert not offload._host.num_held
+    assert not offload._store_of

@@ -22,12 +22,11 @@ from tests.engine_helpers import (
 )
 from tests.fakes import make_config
 from tests.family_bases import VARIANTS, make_family_base
-from tests.kv_host_helpers import slow_copies
-from tests.test_engine_kv_host import check_no_leak
+from tests.kv_host_helpers import always_copies, check_no_leak, slow_copies
 
 HOST = 4 << 20  # bytes
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-DRAWN = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
 Found = dict[tuple[str, int], tuple[int, ...]]
 
 
@@ -56,7 +55,7 @@ def requests() -> list[Request]:
     """Requests of three prefixes, two adapters and two tenants, with choices and resumed ones."""
     draws = Random(3)
     found = []
-    for i in range(26):
+    for i in range(18):
         prompt = (*random_prompt(45, seed=i % 3), *random_prompt(draws.randrange(1, 9), seed=i))
         params = replace(draws.choice([GREEDY, DRAWN]), n=draws.choice([1, 1, 2]))
         adapter, salt = draws.choice([None, "x", "y"]), draws.choice(["", "", "tenant"])
@@ -101,28 +100,28 @@ def expected(base: Path, adapters: dict[str, Path]) -> Found:
 def test_tokens_are_those_of_an_engine_with_room(
     base: Path, adapters: dict[str, Path], expected: Found, is_slow: bool
 ) -> None:
-    runner = open_runner(base, adapters, 40, HOST)
+    runner = open_runner(base, adapters, 32, HOST)
     draws = Random(1)
     if is_slow:
         slow_copies(runner, lambda: draws.randrange(1, 12))
     engine = open_engine(runner)
+    always_copies(engine)
     assert run(engine) == expected
     load = engine.load()
     assert load.num_preemptions
-    if is_slow:  # by the time that it states; real copies of tiny blocks need not pay
-        assert load.kv_host.hit_tokens
-        assert load.kv_host.num_swapped_blocks
-        assert load.kv_host.load_s > 0 < load.kv_host.store_s
+    assert load.kv_host.hit_tokens
+    assert load.kv_host.num_swapped_blocks
+    assert load.kv_host.load_s > 0 < load.kv_host.store_s
     check_no_leak(engine)
 
 
 def test_aborts_in_the_middle_of_loads_leave_nothing(
     base: Path, adapters: dict[str, Path], expected: Found
 ) -> None:
-    runner = open_runner(base, adapters, 40, HOST)
+    runner = open_runner(base, adapters, 32, HOST)
     slow_copies(runner, lambda: 9)
     engine = open_engine(runner)
-    gone = ("r3", "r5", "r8", "r9", "r11", "r12", "r15", "r17", "r20", "r21", "r22")
+    gone = ("r3", "r5", "r8", "r9", "r11", "r12", "r15")
     found = run(engine, gone)
     for key, tokens in expected.items():
         if key[0] in gone:
@@ -135,14 +134,14 @@ def test_aborts_in_the_middle_of_loads_leave_nothing(
 
 def test_groups_of_full_and_windowed_layers_come_back(tmp_path: Path) -> None:
     base = make_family_base(tmp_path / "base", VARIANTS["gemma 3"])
-    prompts = [random_prompt(70, seed=seed) for seed in range(6)]
+    prompts = [random_prompt(70, seed=seed) for seed in range(4)]
 
     def answers(host: int) -> list[tuple[int, ...]]:
-        runner = make_runner(base, num_blocks=60 if host else 900, kv_host_bytes=host)
+        runner = make_runner(base, num_blocks=50 if host else 900, kv_host_bytes=host)
         assert len(runner.kv_layout.groups) == 2
-        if host:
-            slow_copies(runner, lambda: 2)
         engine = open_engine(runner)
+        if host:
+            always_copies(engine)
         found = []
         for turn in range(2):
             for i, prompt in enumerate(prompts):
@@ -154,7 +153,7 @@ def test_groups_of_full_and_windowed_layers_come_back(tmp_path: Path) -> None:
                         tokens += output.token_ids
                 found.append(tokens)
         if host:
-            assert engine.load().kv_host.hit_tokens > 4 * 60
+            assert engine.load().kv_host.hit_tokens > 2 * 60
             check_no_leak(engine)
         return found
 

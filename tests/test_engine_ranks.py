@@ -34,6 +34,7 @@ from tests.engine_helpers import (
     step,
 )
 from tests.fakes import make_config
+from tests.kv_host_helpers import always_copies
 from tests.waiting import until
 
 _SPECS = {
@@ -366,6 +367,8 @@ def test_every_rank_has_its_part_of_the_host_tier(base: Path) -> None:
         runner = make_runner(base, num_threads=1, **config)
         try:
             engine = Engine(make_config(), runner)
+            if host:
+                always_copies(engine)
             found = []
             for turn in range(3):
                 for i, prompt in enumerate(prompts):

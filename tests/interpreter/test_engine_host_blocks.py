@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.types import Request, SamplingParams
 from tests.engine_agreement import Reply, make_engine, run_all
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.kv_host_helpers import always_copies
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
 
@@ -20,6 +21,8 @@ def replies(base: Path, adapter: Path, backend: str, host: int) -> dict[str, Rep
     )
     runner.load_adapter("x", adapter)
     engine = make_engine(runner, max_num_batched_tokens=32, max_num_seqs=2)
+    if host:
+        always_copies(engine)
     found: dict[str, Reply] = {}
     for turn in range(2):
         for i, owner in enumerate((None, "x")):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import UnsupportedModelError
+from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_blocks import BlockCopier, BlockCopy
 from engine.kv_cache import KVCache
 from lora.pinned_memory import map_memory
@@ -161,7 +161,8 @@ def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, 
 
 def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
     """Returns as many slots of host memory as have room in so many bytes, [slots, bytes of a block]
-    uint8, page-locked for a CUDA device. Raises UnsupportedModelError if no block has."""
+    uint8, page-locked for a CUDA device. Raises UnsupportedModelError if no block has, and
+    EngineMemoryError if the memory cannot be locked."""
     assert kv.blocks is not None, "blocks are copied whole"
     block_bytes = kv.blocks.shape[1]
     num_slots = num_bytes // block_bytes
@@ -176,7 +177,12 @@ def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
     whole = map_memory(num_slots * block_bytes)
     whole.zero_()  # by all threads; registering alone would touch the pages one by one
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+    try:
+        torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+    except RuntimeError as error:
+        raise EngineMemoryError(
+            f"kv_host_bytes: {whole.numel()} bytes cannot be page-locked: {error}"
+        ) from error
     slots = whole.view(num_slots, block_bytes)
     weakref.finalize(slots, _unlock, whole).atexit = False
     logger.info(

@@ -129,6 +129,8 @@ class KVOffload:
         Returns "none" if nothing is to be loaded, "loading" if the sequence waits for copies, and
         "full" if no further copy can begin in this step.
         """
+        if not self._pool.num_free:
+            return "none"
         hit = self._tables.find_on_host(sequence, self._host)
         if hit is None or not self._pays(hit):
             return "none"

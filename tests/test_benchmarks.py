@@ -387,8 +387,9 @@ def test_the_host_tier_of_kv_is_measured(
     command = f"kv_host --shape tiny --device cpu {sizes} --repeats 1 --host-gib 0.02 --out {out}"
     monkeypatch.setattr("sys.argv", command.split())
     kv_host.main()
-    machine, *parts = (json.loads(line) for line in out.read_text().splitlines())
+    machine, plain, *parts = (json.loads(line) for line in out.read_text().splitlines())
     assert machine["benchmark"] == "kv_host"
+    assert plain["part"] == "plain blocks, ms"
     assert [part["part"] for part in parts] == [
         "engine",
         "first token of 320 tokens, ms",

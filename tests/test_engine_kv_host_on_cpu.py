@@ -9,6 +9,8 @@ from random import Random
 import pytest
 import torch
 
+from engine.block_tables import BlockTables
+from engine.blocks import BlockPool
 from engine.core import Engine
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.runner import ModelRunner
@@ -201,3 +203,13 @@ def test_a_host_tier_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=words.replace("(", r"\(")):
         make_runner(base, **changes)
+
+
+def test_an_engine_without_a_host_tier_has_nothing_of_it(base: Path) -> None:
+    runner = make_runner(base)
+    engine = open_engine(runner)
+    tables = engine.scheduler._tables
+    assert (type(engine._blocks), type(tables)) == (BlockPool, BlockTables)
+    assert (engine._offload, runner.kv_copies, runner._kv.blocks) == (None, None, None)
+    assert runner.kv_layout.stride == 1
+    assert len({one.untyped_storage().data_ptr() for one in (*runner._kv.k, *runner._kv.v)}) == 4

@@ -166,7 +166,7 @@ def test_restored_blocks_are_those_that_were_computed(
 
 
 def test_tokens_are_those_of_an_engine_with_room(base: Path, adapters: dict[str, Path]) -> None:
-    """In fp32: prefixes leave and return, and sequences are preempted."""
+    """Prefixes leave the device and return, and sequences are preempted, in fp32."""
 
     def answers(num_blocks: int, host: int) -> dict[str, Reply]:
         runner = open_runner(base, adapters, "float32", num_blocks, host)

@@ -4,8 +4,9 @@ One engine without a server, driven step by step; weights are random. `computed`
 `host` are the ms until the first token of a prompt whose KV is nowhere, on the device, and on the
 host alone. Gaps are those between two steps in which streams decode: quiet, beside prompts found on
 the device, and beside the same prompts loaded from the host one after another, so that the copies
-alone make the difference. A sequence is resumed after its preemption, on an idle engine whose
-device has lost its blocks: by swap, and by recompute.
+alone make the difference. `plain blocks` are those of an engine without a host tier. A sequence is
+resumed after its preemption, on an idle engine whose device has lost its blocks: by swap, and by
+recompute.
 
     python -m tests.benchmarks.kv_host --out FILE [--shape llama-3-8b] [--device cpu]
 """
@@ -13,6 +14,7 @@ device has lost its blocks: by swap, and by recompute.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import tempfile
@@ -20,6 +22,8 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+
+import torch
 
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -35,7 +39,7 @@ _WARM_UPS = 2
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, host_gib: float) -> None:
         self.args = args
         is_cuda = args.device == "cuda"
         longest = args.prompt + 2 * args.tokens
@@ -48,8 +52,8 @@ class Bench:
             dtype="bfloat16" if is_cuda else "float32",
             max_model_len=longest,
             block_size=_BLOCK_SIZE,
-            num_blocks=streams + 2 * self._blocks(longest),
-            kv_host_bytes=int(args.host_gib * 1024**3),
+            num_blocks=args.blocks or streams + 2 * self._blocks(longest),
+            kv_host_bytes=int(host_gib * 1024**3),
             max_num_batched_tokens=8192 if is_cuda else 512,
             max_num_seqs=args.streams + 8,
             adapter_pool_bytes=0,
@@ -57,8 +61,9 @@ class Bench:
         began_s = time.perf_counter()
         self.runner = ModelRunner(config)
         self.engine = Engine(config, self.runner)
-        # Copies whatever computing costs: a small model on a large device may be as fast.
-        self.offload._cost = StepCost()
+        if host_gib:
+            # Copies whatever computing costs: a small model on a large device may be as fast.
+            self.offload._cost = StepCost()
         self.start_s = time.perf_counter() - began_s
         self._count = 0
 
@@ -127,7 +132,8 @@ class Bench:
             offload.begin_step()
         pool.release(pool.allocate(pool.num_free))
 
-    def gaps(self, report: Report) -> None:
+    def start_streams(self) -> set[str]:
+        """Returns the ids of requests that decode."""
         streams = {
             self.add(self.prompt(self.args.stream_prompt), self.args.tokens)
             for _ in range(self.args.streams)
@@ -135,8 +141,11 @@ class Bench:
         seen: set[str] = set()
         while seen < streams:
             seen |= {output.request_id for output in self.engine.step().outputs}
-        self.measure(8, streams, ())
-        quiet = self.measure(self.args.steps, streams, ())
+        return streams
+
+    def gaps(self, report: Report) -> None:
+        streams = self.start_streams()
+        quiet = self.quiet_gaps(streams)
         # More than the device holds: each one's blocks are evicted before its next turn.
         room = self.engine.load().num_free_blocks // self._blocks(self.args.prompt)
         prompts = tuple(self.prompt(self.args.prompt) for _ in range(room + 2))
@@ -147,10 +156,7 @@ class Bench:
         before, began_s = self.host, time.perf_counter()
         on_host = self.measure(self.args.steps, streams, prompts)
         took_s, after = time.perf_counter() - began_s, self.host
-        for name in streams:
-            self.engine.abort(name)
-        while self.engine.has_work:
-            self.engine.step()
+        self.end(streams)
         loaded = after.loaded_bytes - before.loaded_bytes
         report.emit(
             part=f"gaps of {len(streams)} streams, ms",
@@ -163,6 +169,30 @@ class Bench:
         )
         if not loaded:
             raise RuntimeError(f"nothing was loaded beside the streams: {after}")
+
+    def plain(self, report: Report) -> None:
+        """Measures an engine without a host tier, whose blocks are not contiguous."""
+        computed = [
+            self.first_token_ms(self.prompt(self.args.prompt))
+            for _ in range(_WARM_UPS + self.args.repeats)
+        ]
+        streams = self.start_streams()
+        report.emit(
+            part="plain blocks, ms",
+            computed=spread(computed[_WARM_UPS:], 2),
+            quiet=spread(self.quiet_gaps(streams), 3),
+        )
+        self.end(streams)
+
+    def quiet_gaps(self, streams: set[str]) -> list[float]:
+        self.measure(8, streams, ())
+        return self.measure(self.args.steps, streams, ())
+
+    def end(self, streams: set[str]) -> None:
+        for name in streams:
+            self.engine.abort(name)
+        while self.engine.has_work:
+            self.engine.step()
 
     def measure(
         self, steps: int, streams: set[str], prompts: tuple[tuple[int, ...], ...]
@@ -242,13 +272,21 @@ def main() -> None:
     parser.add_argument("--stream-prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1500, help="of each stream, at most")
     parser.add_argument("--steps", type=int, default=300, help="of each measurement of gaps")
+    parser.add_argument("--blocks", type=int, help="of KV; the streams and two prompts otherwise")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--host-gib", type=float, default=16.0)
     args = parser.parse_args()
     report = Report(args.out)
     report.emit_machine("kv_host", arguments=sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, Path(folder))
+        without = Bench(args, Path(folder), 0.0)
+        without.plain(report)
+        without.runner.close()
+        del without
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        bench = Bench(args, Path(folder), args.host_gib)
         report.emit(
             part="engine",
             start_s=round(bench.start_s, 1),

@@ -136,9 +136,11 @@ def open_runner(
 
 
 def requests(turn: int) -> list[Request]:
+    """Returns requests of lengths at which no full block has a token of the answer: such a block is
+    computed in steps of other sizes when its request comes again, with other roundings."""
     owners = (None, "all", "wide")
     return [
-        Request(f"{turn} {i}", tuple(random_prompt(100 + i, seed=i)), PARAMS, owners[i % 3])
+        Request(f"{turn} {i}", tuple(random_prompt(97 + i % 8, seed=i)), PARAMS, owners[i % 3])
         for i in range(9)
     ]
 
@@ -160,7 +162,7 @@ def test_restored_blocks_are_those_that_were_computed(
             for name, block in pool._block_of.items():
                 assert torch.equal(blocks[block], seen.setdefault(name, blocks[block].clone()))
     load = engine.load().kv_host
-    assert load.hit_tokens > 9 * 80
+    assert load.hit_tokens > 9 * 40
     assert load.load_s > 0 < load.store_s
     check_no_leak(engine)
 
@@ -175,7 +177,7 @@ def test_tokens_are_those_of_an_engine_with_room(base: Path, adapters: dict[str,
             always_copies(engine)
         found: dict[str, Reply] = {}
         for turn in range(3):
-            longer = [replace(one, params=replace(PARAMS, max_tokens=60)) for one in requests(turn)]
+            longer = [replace(one, params=replace(PARAMS, max_tokens=40)) for one in requests(turn)]
             found |= run_all(engine, longer)
         load = engine.load()
         if host:

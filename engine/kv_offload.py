@@ -129,7 +129,7 @@ class KVOffload:
         Returns "none" if nothing is to be loaded, "loading" if the sequence waits for copies, and
         "full" if no further copy can begin in this step.
         """
-        if not self._pool.num_free:
+        if not self._pool.num_free or not self._host.num_used:
             return "none"
         hit = self._tables.find_on_host(sequence, self._host)
         if hit is None or not self._pays(hit):

@@ -90,23 +90,27 @@ class BlockTables:
     def _prefix_digest(self, sequence: Sequence, index: int) -> int:
         """Returns the digest of the chunks up to the block at `index`. Earlier chunks already have
         names if their blocks were found."""
-        size, request, digests = self._blocks_per_chunk, sequence.request, sequence.prefix_digests
+        size, digests = self._blocks_per_chunk, sequence.prefix_digests
         count = (index + 1) // size
         while len(digests) < count - 1:
             known = self.pool.prefix_of(self._block(sequence, (len(digests) + 1) * size - 1))
             if known is None:
                 break
             digests.append(known)
+        return self._digest_of(sequence, count)
+
+    def _digest_of(self, sequence: Sequence, num_chunks: int) -> int:
+        request = sequence.request
         extend_digests(
-            digests,
+            sequence.prefix_digests,
             sequence.token_ids,
-            count * self._chunk,
+            num_chunks * self._chunk,
             request.adapter,
             request.cache_salt,
             self._chunk,
             request.active_from,
         )
-        return digests[count - 1]
+        return sequence.prefix_digests[num_chunks - 1]
 
     def _block(self, sequence: Sequence, index: int) -> int:
         """Returns the block of the first group of layers."""

@@ -22,13 +22,16 @@ class EngineConfig:
     # read. The kernels of 4 bits have not run on a GPU: auto is not the default.
     quantization: QuantizationSetting = "none"
     # Ranks that compute the model together, each with a part of every layer. Sizes in bytes are
-    # those of each rank, but for adapter_host_bytes
+    # those of each rank, but for adapter_host_bytes and kv_host_bytes
     tensor_parallel_size: int = 1
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # None: from kv_cache_bytes or gpu_memory_utilization
     kv_cache_bytes: int | None = None  # None on CPU: 1 GiB
+    # Host memory for KV blocks that leave the device, of all ranks together; 0: none. vLLM's
+    # kv_offloading_size, which counts GiB.
+    kv_host_bytes: int = 0
     # CUDA: this engine's share of the device, for weights, adapters, activations, graphs and KV
     gpu_memory_utilization: float = 0.9
     max_num_batched_tokens: int = 2048

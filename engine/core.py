@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from engine.activation import activated, by_adapter
 from engine.admission import EngineLimits, check_request
-from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.drafts import Drafter
 from engine.errors import (
@@ -34,6 +33,7 @@ from engine.errors import (
 )
 from engine.grammars import Grammars
 from engine.kv_layout import num_uncommitted
+from engine.kv_offload import open_tables
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
 from engine.speculation import open_speculation
@@ -52,7 +52,6 @@ from engine.types import (
     TokenOutput,
     key_digests,
 )
-from engine.window_tables import make_tables
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +89,14 @@ class Engine:
         )
         self._runner = runner
         self._adapters = runner.adapters
-        self._blocks = BlockPool(
-            runner.num_blocks,
-            config.block_size,
-            config.base_digest,
-            can_share=config.enable_prefix_caching,
-        )
         self._cost = StepCost()
+        self._blocks, tables, self._offload = open_tables(config, runner, uncommitted, self._cost)
         self._speculation = open_speculation(config, runner, self._cost, drafter)
         self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(
             config,
-            make_tables(self._blocks, layout, uncommitted),
+            tables,
             runner.adapters,
             model.eos_token_ids,
             runner.max_model_len,
@@ -110,6 +104,7 @@ class Engine:
             self._cost,
             self._grammars,
             self._speculation,
+            self._offload,
         )
         self._no_grammars = grammars if isinstance(grammars, str) else None
         self._clock = clock
@@ -173,6 +168,11 @@ class Engine:
             self._adapters.wait_pending()  # nothing else to do
             began_s = self._clock()
             batch = self.scheduler.schedule()
+        elif self._has_pending_loads and not (batch.sequences or is_busy):
+            assert self._offload is not None
+            self._offload.wait()
+            began_s = self._clock()
+            batch = self.scheduler.schedule()
         elif self.scheduler.grammar_gate.is_waiting and not (batch.sequences or is_busy):
             self.scheduler.grammar_gate.wait()
             began_s = self._clock()
@@ -191,6 +191,7 @@ class Engine:
             outputs
             or step.batch.sequences
             or self._adapters.has_pending_copies()
+            or self._has_pending_loads
             or self.scheduler.grammar_gate.is_waiting
         )
         changes = self._blocks.take_prefix_changes()
@@ -278,6 +279,10 @@ class Engine:
     def _check_known(self, digest: str) -> None:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(f"adapter {digest} is not loaded")
+
+    @property
+    def _has_pending_loads(self) -> bool:
+        return self._offload is not None and self._offload.has_pending_loads
 
     def _launch(self, batch: ScheduledBatch, began_s: float) -> Step:
         if not batch.sequences:

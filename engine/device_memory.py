@@ -52,6 +52,7 @@ def check_asked_memory(config: EngineConfig, device: torch.device) -> None:
     speculates = config.speculation != "off"
     on_host = {
         "adapter_host_bytes": config.adapter_host_bytes,
+        "kv_host_bytes": config.kv_host_bytes or None,
         "suffix_cache_bytes": config.suffix_cache_bytes if speculates else None,
     }
     if device.type == "cuda":

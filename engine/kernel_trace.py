@@ -18,10 +18,10 @@ from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
 from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
-from engine.kv_layout import kv_layout
 from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites
+from engine.resolved import resolve_layout
 from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
 from engine.warm_batches import (
@@ -59,7 +59,7 @@ def trace_kernels(
     meta = torch.device("meta")
     sites = lora_sites(model)
     short, int4 = _shortened(model, int4)
-    layout = kv_layout(short.sliding_windows, config.block_size, max_model_len)
+    layout = resolve_layout(short, config, max_model_len)
     limits = step_limits(config, model, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
         has_affine, is_fp8 = config.affine_adapters, config.quantization == "fp8"

@@ -28,6 +28,8 @@ class KVCache:
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
     table_of: tuple[int, ...]  # of each layer, its block table: 0 or 1
+    # [blocks, bytes of a block] uint8, the same memory; None: blocks are not contiguous.
+    blocks: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -49,6 +51,13 @@ def allocate_kv_cache(
         for place, layer in enumerate(group.layers)
     }
 
+    tables = tuple(places[layer][0] for layer in range(model.num_layers))
+    if layout.is_contiguous:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+        k = tuple(whole[places[layer][1] :] for layer in range(model.num_layers))
+        v = tuple(one[layout.num_layer_blocks :] for one in k)
+        return KVCache(k, v, tables, whole.view(torch.uint8).view(num_blocks, -1))
+
     def tensors() -> tuple[torch.Tensor, ...]:
         # Zeros are free on the CPU: the system allocates pages when they are first written.
         if len(layout.groups) == 1:
@@ -58,7 +67,6 @@ def allocate_kv_cache(
         all_layers = torch.zeros(shape, dtype=dtype, device=device)
         return tuple(all_layers[places[layer][1] :] for layer in range(model.num_layers))
 
-    tables = tuple(places[layer][0] for layer in range(model.num_layers))
     return KVCache(tensors(), tensors(), tables)
 
 

@@ -12,7 +12,12 @@ Gemma 3 4B, 5 full and 29 windowed layers, 30 layer blocks:
 
 An entry of a block table is the number of a span's first layer block. A layer's tensors begin with
 its place in a span, so that all layers of a group read one table. A model with one group of layers
-has one tensor per layer, and its entries are block numbers. Free of tensors.
+has one tensor per layer, and its entries are block numbers, unless blocks are contiguous.
+
+A contiguous block is one piece of memory, to be copied at once: the layer blocks of K, then those
+of V. Layers then have views of one tensor in models of one group, too, so kernels see the same
+tensors as those of two groups: contiguous ones, with tables whose entries are not block numbers.
+Free of tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ class KVLayout:
     block_size: int  # tokens of a layer block, and of an entry of a block table
     groups: tuple[LayerGroup, ...]  # full before windowed
     stride: int  # entries per block: from a block to the next in the tables' numbers
-    num_layer_blocks: int  # of a block
+    num_layer_blocks: int  # of a block, of K or of V
+    is_contiguous: bool = False  # a block is one piece of memory, K before V
 
     @property
     def has_windows(self) -> bool:
@@ -116,9 +122,11 @@ def kv_layout(
     windows: Sequence[int | None],  # one per layer
     block_size: int,
     max_model_len: int,
+    *,
+    is_contiguous: bool = False,
 ) -> KVLayout:
     """Returns the layout for sequences of up to `max_model_len` tokens: a window of as many hides
-    nothing. Layers have one window or none."""
+    nothing. Layers have one window or none. `is_contiguous`: with each block in one piece."""
     full: list[int] = []
     windowed: list[int] = []
     for layer, window in enumerate(windows):
@@ -128,14 +136,15 @@ def kv_layout(
     kinds = [(tuple(layers), w) for layers, w in ((full, None), (windowed, window)) if layers]
     if len(kinds) == 1:
         group = LayerGroup(*kinds[0], 1, block_size)
-        return KVLayout(block_size, (group,), 1, len(windows))
+        stride = 2 * len(windows) if is_contiguous else 1
+        return KVLayout(block_size, (group,), stride, len(windows), is_contiguous)
     counts = [len(layers) for layers, _ in kinds]
     room = _layer_blocks(*counts)
     groups = tuple(
         LayerGroup(layers, w, room // len(layers), room // len(layers) * block_size)
         for layers, w in kinds
     )
-    return KVLayout(block_size, groups, room, room)
+    return KVLayout(block_size, groups, 2 * room if is_contiguous else room, room, is_contiguous)
 
 
 def _layer_blocks(*counts: int) -> int:

@@ -16,8 +16,11 @@ tokens: prompts that queue beside few decoding sequences, and a queue of many se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.config import EngineConfig
 from engine.step_cost import StepCost
+from engine.types import Sequence
 
 # Of a step, decoding sequences included: multiples of the tile of large matrix products, coarser
 # beyond the largest of `piecewise_graphs.SIZES`, where a step is launched kernel by kernel. On an
@@ -77,3 +80,12 @@ def _rounded(num_tokens: float) -> int:
     if num_tokens < _LARGEST_GRAPH + _LARGE_TILE:
         return min(int(num_tokens) // _TILE * _TILE, _LARGEST_GRAPH)
     return int(min(num_tokens, 1 << 30)) // _LARGE_TILE * _LARGE_TILE
+
+
+def queued_tokens(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> int:
+    """Returns the tokens still to prefill."""
+    queued = sum(len(sequence.token_ids) for sequence in waiting)
+    for sequence in running:
+        remaining = len(sequence.token_ids) - sequence.num_scheduled_tokens
+        queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
+    return queued

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import EngineConfig, QuantizationSetting
 from engine.errors import UnsupportedModelError
+from engine.kv_layout import KVLayout, kv_layout
 from engine.model_config import ModelConfig
 from engine.parallel.shards import MAX_RANKS, Shard
 from engine.weight_shapes import check_fp8
@@ -119,3 +120,10 @@ def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:
             f"max_model_len is {config.max_model_len}, the base was made for {model.max_len}"
         )
     return config.max_model_len
+
+
+def resolve_layout(model: ModelConfig, config: EngineConfig, max_model_len: int) -> KVLayout:
+    """Returns the layout of the configuration: with a host tier, blocks are copied whole."""
+    has_host = config.kv_host_bytes > 0
+    windows = model.sliding_windows
+    return kv_layout(windows, config.block_size, max_model_len, is_contiguous=has_host)

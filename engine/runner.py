@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from engine.block_copies import open_block_copies
 from engine.checkpoint import base_reader
 from engine.config import EngineConfig
 from engine.device_memory import (
@@ -34,7 +35,6 @@ from engine.device_step import DeviceSteps
 from engine.host_memory import available_bytes
 from engine.int4_forms import resolve_int4
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes, count_blocks, plan_kv
-from engine.kv_layout import kv_layout
 from engine.largest_step import (
     largest_batch,
     max_draws,
@@ -54,6 +54,7 @@ from engine.resolved import (
     resolve_device,
     resolve_dtype,
     resolve_fp8,
+    resolve_layout,
     resolve_max_len,
     resolve_shard,
 )
@@ -95,8 +96,7 @@ class ModelRunner:
         folder = Path(config.model_path)
         self.model_config: ModelConfig = read_model_config(folder)
         self.max_model_len = resolve_max_len(config, self.model_config)
-        windows = self.model_config.sliding_windows
-        self.kv_layout = kv_layout(windows, config.block_size, self.max_model_len)
+        self.kv_layout = resolve_layout(self.model_config, config, self.max_model_len)
         is_cuda = self.device.type == "cuda"
         capability = (
             torch.cuda.get_device_capability(self.device) if is_cuda and uses_triton else None
@@ -165,6 +165,7 @@ class ModelRunner:
             self._kv = self._allocate_kv(self.num_blocks)
         if self.group is not None:
             self.group.serve(self.num_blocks, self._pool_bytes)
+        self.kv_copies = open_block_copies(config, self._kv, self.group)
         self._steps = self._make_steps(self._kv, config, uses_triton)
         if isinstance(self._steps, DeviceSteps) and empty and not config.enforce_eager:
             with explain_out_of_memory(

@@ -2,9 +2,9 @@
 
 Continuous batching without phases: a sequence has tokens left to compute, and a step computes some
 of them. Running sequences come first, oldest first, then waiting sequences in order of arrival.
-Preemption is by recompute, youngest first; the oldest running sequence is never preempted and every
-admitted request fits into all KV blocks alone, so at least one always finishes. Free of tensors,
-threads and text.
+Preemption is youngest first, by recompute, or by swap where KV has a host tier; the oldest running
+sequence is never preempted and every admitted request fits into all KV blocks alone, so at least
+one always finishes. Free of tensors, threads and text.
 
     waiting --admit: adapter, prefix blocks--> running --ending, abort, failure--> gone
        ^                                          |
@@ -30,11 +30,12 @@ from engine.block_tables import BlockTables, needs_prompt_logprobs
 from engine.config import EngineConfig
 from engine.grammar_gate import GrammarGate
 from engine.grammars import Grammars
+from engine.kv_offload import KVOffload
 from engine.outputs import add_tokens, final_output, kept_draws, token_output
-from engine.prompt_budget import prompt_budget
+from engine.prompt_budget import prompt_budget, queued_tokens
 from engine.speculation import Speculation
 from engine.step_cost import StepCost
-from engine.stopping import Ending
+from engine.stopping import Ending, awaits_last
 from engine.types import (
     NOT_FINITE,
     AdapterStore,
@@ -74,9 +75,10 @@ class Scheduler:
         cost: StepCost | None = None,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
+        offload: KVOffload | None = None,
     ) -> None:
         """`cost`: the measured cost of steps; None: not measured. `grammars`: None: no request has
-        a grammar. `speculation`: None: steps have no drafts."""
+        a grammar. `speculation`: None: steps have no drafts. `offload`: None: no host tier."""
         self._config = config
         self._clock = clock
         self._cost = cost or StepCost()
@@ -84,6 +86,7 @@ class Scheduler:
         self._gate = AdapterGate(adapters, config.max_adapter_overtakes)
         self.grammar_gate = GrammarGate(grammars)
         self._speculation = speculation
+        self._offload = offload
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._waiting: list[Sequence] = []  # oldest first
@@ -149,6 +152,8 @@ class Scheduler:
         running sequence blocks."""
         num_preemptions = self._num_preemptions
         parts = StepParts()
+        if self._offload is not None:
+            self._offload.begin_step()
         scheduled = self._schedule_running(parts)
         # A sequence that was just preempted must not return at once, nor others take its blocks.
         if num_preemptions == self._num_preemptions:
@@ -175,22 +180,24 @@ class Scheduler:
         return self._drain_left()
 
     def load(self) -> EngineLoad:
-        queued_tokens = self._queued_tokens()
+        queued = self._queued_tokens()
         load = EngineLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_for_adapter=self._gate.num_passed_over,
-            queued_tokens=queued_tokens,
+            queued_tokens=queued,
             queued_tokens_for_adapter=self._gate.passed_over_tokens,
             adapter_room_s=self._gate.room_s,
-            step_prompt_tokens=self._prompt_budget(len(self._running), queued_tokens),
+            step_prompt_tokens=self._prompt_budget(len(self._running), queued),
             num_blocks=self._tables.pool.num_blocks,
             num_free_blocks=self._tables.pool.num_free,
             num_preemptions=self._num_preemptions,
             prefix_queries=self._tables.prefix_queries,
             prefix_hits=self._tables.prefix_hits,
         )
-        return load if self._speculation is None else self._speculation.with_counts(load)
+        for counted in (self._speculation, self._offload):
+            load = load if counted is None else counted.with_counts(load)
+        return load
 
     def _schedule_running(self, parts: StepParts) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
@@ -200,7 +207,7 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
             index += 1
-            if self._waits_for_commit(sequence):
+            if awaits_last(sequence, self._max_model_len):
                 continue
             start = sequence.num_scheduled_tokens
             # One token is left for each younger sequence: an old prompt that was admitted late,
@@ -224,10 +231,10 @@ class Scheduler:
     def _num_decoding(self) -> int:
         return sum(s.num_tokens - s.num_scheduled_tokens == 1 for s in self._running)
 
-    def _prompt_budget(self, num_decoding: int, queued_tokens: int) -> int:
+    def _prompt_budget(self, num_decoding: int, queued: int) -> int:
         """Returns the prompt tokens of this step; called only if there are prompts."""
         num_sequences = len(self._running) + len(self._waiting)
-        return prompt_budget(self._config, self._cost, num_decoding, num_sequences, queued_tokens)
+        return prompt_budget(self._config, self._cost, num_decoding, num_sequences, queued)
 
     def _rest_of_budget(self, scheduled: ListLike[ScheduledSequence]) -> int:
         """Returns the tokens that a step with these sequences has left for admitted ones."""
@@ -240,24 +247,14 @@ class Scheduler:
         return min(self._config.max_num_batched_tokens - num_tokens, prompts)
 
     def _queued_tokens(self) -> int:
-        """Returns the tokens still to prefill."""
-        queued = sum(len(s.token_ids) for s in self._waiting)
-        for sequence in self._running:
-            remaining = len(sequence.token_ids) - sequence.num_scheduled_tokens
-            queued += remaining if remaining > 1 or not sequence.num_output_tokens else 0
-        return queued
-
-    def _waits_for_commit(self, sequence: Sequence) -> bool:
-        """Returns True if the token in flight is the last."""
-        if not sequence.num_tokens_in_flight:
-            return False
-        most = sequence.num_prompt_tokens + sequence.request.params.max_tokens
-        return sequence.num_tokens >= min(most, self._max_model_len)
+        return queued_tokens(self._waiting, self._running)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks, preempting younger sequences if needed. They come later in the walk, so
         none is in the batch yet. Returns False if the sequence, as the youngest, was preempted."""
         while not self._tables.grow(sequence, num_tokens):
+            if self._offload is not None and self._offload.drain():
+                continue  # blocks that loads held are free now
             victim = self._running[-1]
             assert victim is not self._running[0], "an admitted sequence fits into all blocks"
             self._preempt(victim)
@@ -266,6 +263,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        if self._offload is not None:
+            self._offload.swap_out(sequence)
         self._stop_running(sequence)
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
         sequence.num_tokens_in_flight = 0
@@ -292,7 +291,11 @@ class Scheduler:
                 or not self._gate.acquire(sequence)
             ):
                 continue
-            count = self._tables.place(sequence, budget)
+            wait = "none" if self._offload is None else self._offload.wait_for(sequence)
+            if wait == "loading":
+                self._gate.release(sequence)
+                continue
+            count = 0 if wait == "full" else self._tables.place(sequence, budget)
             if count == 0:  # no blocks: younger sequences, however small, wait behind it
                 self._gate.release(sequence)
                 break

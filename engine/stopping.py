@@ -46,3 +46,11 @@ def banned_token_ids(
     if not params.ignore_eos:
         banned.update(eos_token_ids)
     return tuple(sorted(banned))
+
+
+def awaits_last(sequence: Sequence, max_model_len: int) -> bool:
+    """Returns True if the token in flight is the last."""
+    if not sequence.num_tokens_in_flight:
+        return False
+    most = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+    return sequence.num_tokens >= min(most, max_model_len)

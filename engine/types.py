@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.adapter_store import AdapterStore as AdapterStore
+from engine.host_blocks import NO_KV_HOST, BlockCopier, KVHostLoad
 from engine.kv_layout import KVLayout
 from lora.adapter_key import WeightedAdapter as WeightedAdapter
 from lora.adapter_key import adapter_key as adapter_key
@@ -194,6 +195,7 @@ class EngineLoad:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()  # tokens accepted at each place of drafts
+    kv_host: KVHostLoad = NO_KV_HOST
 
     @property
     def kv_usage(self) -> float:
@@ -223,6 +225,7 @@ class Sequence:
     num_scheduled_tokens: int = 0  # the same, with the tokens of steps in flight
     num_tokens_in_flight: int = 0  # drawn by steps in flight; their ids are on the device alone
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    num_host_tokens: int = 0  # of its prefix, loaded from the host
     # Of the first group of layers of `engine.kv_layout`, and of the second, if there are two.
     block_table: list[int] = field(default_factory=list)
     window_table: list[int] = field(default_factory=list)
@@ -367,6 +370,7 @@ class Runner(Protocol):
     max_model_len: int
     runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
     max_draws: int  # tokens drawn in a step, at most: of sequences and of drafts
+    kv_copies: BlockCopier | None  # None: KV has no host tier
 
     @property
     def model_config(self) -> ModelFacts: ...

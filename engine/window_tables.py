@@ -1,4 +1,5 @@
-"""The block tables of models with windows: as `BlockTables`, for one or two groups of layers.
+"""The block tables of models with windows: as `BlockTables`, for one or two groups of layers, and
+for blocks whose entries are not their numbers.
 
 A windowed group holds the blocks from the first key that the next query to be committed can see.
 When a step is committed, the blocks that its successor does not read are dropped: their entries
@@ -12,8 +13,9 @@ those that a query at that token reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Protocol
 
 from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
@@ -23,7 +25,14 @@ from engine.types import ScheduledSequence, Sequence
 
 # After the hash of a chain, in the name of a block of the second group.
 _GROUP_NAMES = (b"", b"w")
-_Hit = tuple[int, list[list[int]]]  # tokens, and the blocks of each group
+Hit = tuple[int, list[list[int]]]  # tokens, and the blocks of each group
+
+
+class BlockIndex(Protocol):
+    """A lookup of blocks by their names. `engine.blocks.BlockPool` implements it."""
+
+    def find_one(self, block_hash: bytes) -> int | None: ...
+    def find(self, chain: Iterable[bytes]) -> list[int]: ...
 
 
 class WindowTables(BlockTables):
@@ -32,7 +41,10 @@ class WindowTables(BlockTables):
         super().__init__(pool)
         self._layout = layout
         self._groups = tuple(enumerate(layout.groups))
-        self._windowed = len(layout.groups) - 1  # the group with the window
+        self._windowed = len(layout.groups) - 1  # the group with the window, if there is one
+        self._has_full = layout.groups[0].window is None
+        # Blocks that the next placements leave: promised to sequences that wait for their KV.
+        self.num_reserved = 0
         self._num_uncommitted = num_uncommitted
         self._null = layout.entry(self._windowed, pool.num_blocks)
         self._chunk = chunk_size(layout.hit_size)
@@ -42,7 +54,7 @@ class WindowTables(BlockTables):
         num_cached, hits = self._find_hit(sequence)
         held = [block for blocks in hits for block in blocks]
         wanted = self._most_blocks(len(sequence.token_ids), num_cached) - len(held)
-        if wanted + sum(map(self.pool.is_idle, held)) > self.pool.num_free:
+        if wanted + sum(map(self.pool.is_idle, held)) > self.pool.num_free - self.num_reserved:
             return 0
         count = min(len(sequence.token_ids) - num_cached, budget)
         self.pool.hold(held)
@@ -108,29 +120,35 @@ class WindowTables(BlockTables):
                 if is_new and index == 0 and (i + 1) % self._blocks_per_chunk == 0:
                     self.pool.name_prefix(block, self._prefix_digest(sequence, i))
 
-    def _find_hit(self, sequence: Sequence) -> _Hit:
-        """Returns the longest prefix in the cache, without the very last token. Lazily: as many
-        names are looked up as blocks are found, and one for each window's length without one."""
-        nothing: _Hit = 0, [[] for _ in self._groups]
+    def _find_hit(self, sequence: Sequence, index: BlockIndex | None = None) -> Hit:
+        """Returns the longest prefix in the cache, or in another index, without the very last
+        token. Lazily: as many names are looked up as blocks are found, and one for each window's
+        length without one."""
+        nothing: Hit = 0, [[] for _ in self._groups]
+        index = self.pool if index is None else index
         if not self.can_share(sequence):
             return nothing
         size, last = self._layout.hit_size, len(sequence.token_ids) - 1
         self._extend_chain(sequence, last)
         end = last // size * size
         full: list[int] = []
-        if self._windowed:
+        if self._has_full:
             group = self._layout.groups[0]
             spans, stop = group.num_spans, end // self.pool.block_size
-            full = self.pool.find(islice(sequence.block_hashes, spans - 1, stop, spans))
+            full = index.find(islice(sequence.block_hashes, spans - 1, stop, spans))
             end = len(full) * group.size // size * size
-        end, windowed = self._find_window(sequence, end)
+            if not self._layout.has_windows:
+                return end, [full]
+        end, windowed = self._find_window(sequence, end, index)
         if not end:
             return nothing
         if not self._windowed:
             return end, [windowed]
         return end, [full[: end // self._layout.groups[0].size], windowed]
 
-    def _find_window(self, sequence: Sequence, end: int) -> tuple[int, list[int]]:
+    def _find_window(
+        self, sequence: Sequence, end: int, index: BlockIndex
+    ) -> tuple[int, list[int]]:
         """Returns the largest number of tokens up to `end` whose last window is in the cache, and
         its blocks. A missing block rules out every end within a window after it: the first block of
         a window is looked up first, to go back as far as possible."""
@@ -138,7 +156,7 @@ class WindowTables(BlockTables):
         while end:
             found: list[int] = []
             for i in range(group.first_needed(end), end // group.size):
-                block = self.pool.find_one(self._name(sequence, self._windowed, i))
+                block = index.find_one(self._name(sequence, self._windowed, i))
                 if block is None:
                     end = i * group.size // size * size
                     break

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.host_blocks import BlockCopier
 from engine.kv_layout import KVLayout, kv_layout, num_uncommitted
 from engine.scheduler import Scheduler
 from engine.stopping import banned_token_ids, ending
@@ -188,6 +189,7 @@ class FakeRunner:
         self.too_large: set[str] = set()  # request ids: no step of them finds memory
         self.num_freed = 0
         self.num_late_compilations = 0
+        self.kv_copies: BlockCopier | None = None
         self._drawn: dict[Sequence, int] = {}  # by the newest step: what a device would keep
 
     def launch(self, batch: ScheduledBatch) -> FakeStep:

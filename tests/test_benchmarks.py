@@ -14,6 +14,7 @@ import torch
 from engine.checks.validation import check_adapter
 from engine.model_config import read_model_config
 from engine.weight_shapes import expected_shapes
+from tests.benchmarks import kv_host
 from tests.benchmarks.adapter_files import write_adapters
 from tests.benchmarks.arrival import measure_arrivals
 from tests.benchmarks.cases import (
@@ -376,3 +377,24 @@ async def test_forced_text_ends_the_same_forms_in_fewer_steps(
     assert isinstance(tokens, dict)
     assert steps["without"] == tokens["without"]
     assert steps["forced"] < tokens["forced"]
+
+
+def test_the_host_tier_of_kv_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--prompt 320 --preempted 200 --streams 2 --stream-prompt 32 --tokens 200 --steps 12"
+    out = tmp_path / "out.jsonl"
+    command = f"kv_host --shape tiny --device cpu {sizes} --repeats 1 --host-gib 0.02 --out {out}"
+    monkeypatch.setattr("sys.argv", command.split())
+    kv_host.main()
+    machine, plain, *parts = (json.loads(line) for line in out.read_text().splitlines())
+    assert machine["benchmark"] == "kv_host"
+    assert plain["part"] == "plain blocks, ms"
+    assert [part["part"] for part in parts] == [
+        "engine",
+        "first token of 320 tokens, ms",
+        "gaps of 2 streams, ms",
+        "resume of 200 tokens, ms",
+    ]
+    assert parts[1]["host"]["p50"] > 0
+    assert parts[3]["recompute_over_swap"] > 0

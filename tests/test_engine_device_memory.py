@@ -36,7 +36,9 @@ def test_a_cpu_spares_a_quarter_of_a_gib_for_the_pool() -> None:
     assert (budgets.pool_bytes, budgets.host_bytes) == (GIB // 4, 4 * GIB)
 
 
-@pytest.mark.parametrize("field", ["kv_cache_bytes", "adapter_pool_bytes", "adapter_host_bytes"])
+@pytest.mark.parametrize(
+    "field", ["kv_cache_bytes", "kv_host_bytes", "adapter_pool_bytes", "adapter_host_bytes"]
+)
 def test_a_size_beyond_the_machine_is_refused_before_anything_is_loaded(field: str) -> None:
     """The folder does not even exist: nothing was read."""
     has = r"this machine has [0-9.]+ GiB of memory"

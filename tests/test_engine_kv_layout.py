@@ -112,6 +112,41 @@ def test_the_layers_tensors_begin_at_their_places(
                 tensor[entry] = 1 + layer
 
 
+@given(WINDOWS, st.integers(1, 3))
+def test_a_contiguous_block_is_the_k_and_v_of_all_its_layers(
+    windows: list[int | None], num_blocks: int
+) -> None:
+    """And each of its bytes belongs to one layer's K or V, but for those that no layer has."""
+    model = gemma_3_4b()
+    layout = kv_layout(windows, 2, 100, is_contiguous=True)
+    plain = kv_layout(windows, 2, 100)
+    short = ModelConfig(
+        **{name: getattr(model, name) for name in model.__slots__}  # type: ignore[arg-type]
+        | {"num_layers": len(windows), "head_dim": 2, "num_kv_heads": 1}
+    )
+    size = block_bytes(short, layout, torch.float32)
+    assert size == block_bytes(short, plain, torch.float32)
+    kv = allocate_kv_cache(short, layout, num_blocks, torch.float32, torch.device("cpu"))
+    assert kv.blocks is not None
+    assert kv.blocks.shape == (num_blocks + layout.num_null_blocks, size)
+    assert kv.blocks.data_ptr() == kv.k[layout.groups[0].layers[0]].data_ptr()
+    for block in range(num_blocks):
+        group = block % len(layout.groups)
+        written = 0
+        for layer, pair in enumerate(zip(kv.k, kv.v, strict=True)):
+            if kv.table_of[layer] == group:
+                for entry in layout.entries(group, [block]):
+                    assert entry // layout.stride == block
+                    for tensor in pair:
+                        assert tensor.is_contiguous()
+                        assert not tensor[entry].any()
+                        tensor[entry] = 1 + block
+                        written += tensor[entry].numel()
+        values = kv.blocks[block].view(torch.float32)
+        assert int((values == 1 + block).sum()) == written
+        assert int((values == 0).sum()) == values.numel() - written
+
+
 def test_the_figures_of_gemma_3_4b_with_40_gib() -> None:
     model = gemma_3_4b()
     layout = kv_layout(model.sliding_windows, 16, LONGEST)

@@ -33,6 +33,8 @@ from tests.engine_helpers import (
     random_prompt,
     step,
 )
+from tests.fakes import make_config
+from tests.kv_host_helpers import always_copies
 from tests.waiting import until
 
 _SPECS = {
@@ -41,6 +43,7 @@ _SPECS = {
     "down": (1, ("down_proj", "lm_head")),
     "wide": (40, ("k_proj", "o_proj", "up_proj")),
 }
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 _LOGPROBS = SamplingParams(temperature=0.0, max_tokens=64, logprobs=5, prompt_logprobs=2)
 
 
@@ -353,3 +356,31 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     with pytest.raises(EngineError, match=r"rank 1 of 2 hangs for .* could read its weights"):
         make_runner(base, tensor_parallel_size=2)
     assert _children() == before
+
+
+def test_every_rank_has_its_part_of_the_host_tier(base: Path) -> None:
+    """A wrong block on the second rank alone would change the logits."""
+    prompts = [random_prompt(40, seed=seed) for seed in range(4)]
+
+    def answers(size: int, host: int) -> list[tuple[int, ...]]:
+        config = {"tensor_parallel_size": size, "kv_host_bytes": host, "num_blocks": 14}
+        runner = make_runner(base, num_threads=1, **config)
+        try:
+            engine = Engine(make_config(), runner)
+            if host:
+                always_copies(engine)
+            found = []
+            for turn in range(3):
+                for i, prompt in enumerate(prompts):
+                    engine.add_request(Request(f"{turn} {i}", tuple(prompt), _GREEDY))
+                    tokens: tuple[int, ...] = ()
+                    while engine.has_work:
+                        for output in engine.step().outputs:
+                            tokens += output.token_ids
+                    found.append(tokens)
+            assert (engine.load().kv_host.hit_tokens > 0) == (host > 0)
+            return found
+        finally:
+            runner.close()
+
+    assert answers(2, 8 << 20) == answers(1, 0)

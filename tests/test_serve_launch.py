@@ -178,7 +178,9 @@ def test_a_base_that_is_not_registered_ends_the_command_with_what_to_do(
     assert "loraplex register base FOLDER --name nobody" in error
 
 
-@pytest.mark.parametrize("field", ["kv_cache_bytes", "adapter_pool_bytes", "adapter_host_bytes"])
+@pytest.mark.parametrize(
+    "field", ["kv_cache_bytes", "kv_host_bytes", "adapter_pool_bytes", "adapter_host_bytes"]
+)
 def test_memory_that_the_machine_lacks_ends_the_command_with_both_numbers(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
 ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.host_blocks import KVHostLoad
 from engine.types import (
     EngineLoad,
     FinishReason,
@@ -308,3 +309,32 @@ def test_drafts_are_counted_under_vllms_names() -> None:
             for i, count in enumerate((3, 2, 0))
         },
     }
+
+
+def test_hits_are_counted_by_their_tier() -> None:
+    metrics = EngineMetrics("base", "e0", 16, 0)
+    host = KVHostLoad(
+        num_blocks=10,
+        num_used_blocks=4,
+        hit_tokens=32,
+        stored_bytes=600,
+        loaded_bytes=200,
+        store_s=0.5,
+        load_s=0.25,
+        num_dropped_blocks=3,
+        num_swapped_blocks=2,
+    )
+    load = EngineLoad(prefix_queries=100, prefix_hits=50, kv_host=host)
+    metrics.observe_step(StepOutput((), load), 1.0)
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 100
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 18
+    assert value(metrics, "vllm:external_prefix_cache_queries_total") == 82
+    assert value(metrics, "vllm:external_prefix_cache_hits_total") == 32
+    assert value(metrics, "loraplex_kv_host_blocks", state="used") == 4
+    assert value(metrics, "loraplex_kv_host_blocks", state="free") == 6
+    assert value(metrics, "loraplex_kv_host_copied_bytes_total", direction="store") == 600
+    assert value(metrics, "loraplex_kv_host_copied_bytes_total", direction="load") == 200
+    assert value(metrics, "loraplex_kv_host_copy_seconds_total", direction="store") == 0.5
+    assert value(metrics, "loraplex_kv_host_copy_seconds_total", direction="load") == 0.25
+    assert value(metrics, "loraplex_kv_host_swapped_blocks_total") == 2
+    assert value(metrics, "loraplex_kv_host_dropped_blocks_total") == 3

@@ -196,6 +196,7 @@ class TimedRunner:
         self.runs_ahead = times.runs_ahead
         self.max_model_len = 4096
         self.num_late_compilations = 0
+        self.kv_copies = None
         self.model_config = TimedModel()
         self.adapters = TimedPool(times)
         self._due_s = 0.0

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from engine.block_copies import open_block_copies
 from engine.config import EngineConfig
+from engine.host_blocks import BlockCopier
 from engine.kv_cache import KVCache, allocate_kv_cache
-from engine.kv_layout import kv_layout
 from engine.model import Model
 from engine.model_config import read_model_config
 from engine.parallel.adapters import FollowerPool
@@ -28,7 +29,7 @@ from engine.parallel.channel import Link, StepSegment
 from engine.parallel.group import BEAT_S
 from engine.parallel.shards import Shard
 from engine.reference_step import follow
-from engine.resolved import resolve_dtype, resolve_max_len
+from engine.resolved import resolve_dtype, resolve_layout, resolve_max_len
 from engine.weights import load_shard
 from kernels.backend import allow_triton
 from kernels.collective import meet
@@ -42,6 +43,7 @@ _CPU = torch.device("cpu")
 class _Rank:
     model: Model
     kv: KVCache
+    copies: BlockCopier | None  # None: KV has no host tier
     pool: FollowerPool
     shard: Shard
     segment: StepSegment
@@ -55,6 +57,10 @@ class _Rank:
             case {"do": "keep", "digest": digest, "num_bytes": num_bytes, "shape": shape}:
                 assert file is not None
                 self.pool.keep(self.shard, digest, num_bytes, shape, message["num_blocks"], file)
+            case {"do": "store", "blocks": blocks, "slots": slots} if self.copies is not None:
+                self.copies.store(blocks, slots)
+            case {"do": "load", "blocks": blocks, "slots": slots} if self.copies is not None:
+                self.copies.load(slots, blocks)
             case {"do": "drop", "digest": digest}:
                 self.pool.drop(digest)
             case _:
@@ -100,10 +106,12 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     ranks = meet(Path(opening["store"]), shard.rank, shard.size)
     sizes, _ = link.receive()
     max_len = resolve_max_len(config, whole)
-    layout = kv_layout(whole.sliding_windows, config.block_size, max_len)
+    layout = resolve_layout(whole, config, max_len)
+    kv = allocate_kv_cache(shard.config, layout, sizes["num_blocks"], dtype, _CPU)
     rank = _Rank(
         Model(shard.config, weights, max_len, ranks),
-        allocate_kv_cache(shard.config, layout, sizes["num_blocks"], dtype, _CPU),
+        kv,
+        open_block_copies(config, kv, None),
         FollowerPool(shard.sites(), sizes["pool_bytes"], dtype, has_affine=config.affine_adapters),
         shard,
         segment,

@@ -60,6 +60,11 @@ class EngineArgs(Args):
     kv_cache_bytes: Bytes | None = None
     """The memory for KV blocks. By default 1 GiB on a CPU; on CUDA what the share of
     `gpu_memory_utilization` leaves."""
+    kv_host_bytes: Bytes = Field(default=0)
+    """The host memory for KV blocks that leave the device, page-locked on CUDA: prefixes are loaded
+    from it instead of computed, and preempted requests return from it. All ranks together. 0: none.
+    It is allocated at the start, beside `adapter_host_bytes`. vLLM's
+    `kv_offloading_size` is the same in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """CUDA: the engine's share of the device memory, for weights, adapters, activations, graphs and
     KV blocks."""
@@ -121,6 +126,15 @@ class EngineArgs(Args):
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size} and device is {self.device}: "
                 "more than one rank needs device cpu in this version"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _host_tier_has_prefixes(self) -> EngineArgs:
+        if self.kv_host_bytes and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_host_bytes is {self.kv_host_bytes} and enable_prefix_caching is false: blocks "
+                "on the host are found by their prefixes"
             )
         return self
 

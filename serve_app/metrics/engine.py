@@ -116,6 +116,7 @@ class EngineMetrics:
         return as_text(
             *self._load_families(),
             *self._counter_families(),
+            *self._kv_host_families(),
             *self._adapter_families(),
             *self._histogram_families(),
         )
@@ -198,16 +199,22 @@ class EngineMetrics:
         load, own = self._load, self._own
         finished = {reason: self._finished[reason] for reason in _REASONS}
         yield counter("vllm:prompt_tokens", self._num_prompt_tokens, own)
+        # Counted when a sequence begins, prompts with their first output.
+        on_host = min(load.kv_host.hit_tokens, self._num_cached_tokens)
         sources = {
             "local_compute": self._num_prompt_tokens - self._num_cached_tokens,
-            "local_cache_hit": self._num_cached_tokens,
-            "external_kv_transfer": 0,
+            "local_cache_hit": self._num_cached_tokens - on_host,
+            "external_kv_transfer": on_host,
         }
         yield counter("vllm:prompt_tokens_by_source", sources, own, "source")
         yield counter("vllm:generation_tokens", self._num_generated, own)
         yield counter("vllm:prompt_tokens_cached", self._num_cached_tokens, own)
         yield counter("vllm:prefix_cache_queries", load.prefix_queries, own)
-        yield counter("vllm:prefix_cache_hits", load.prefix_hits, own)
+        on_device = load.prefix_hits - load.kv_host.hit_tokens
+        yield counter("vllm:prefix_cache_hits", on_device, own)
+        missed = load.prefix_queries - on_device if load.kv_host.num_blocks else 0
+        yield counter("vllm:external_prefix_cache_queries", missed, own)
+        yield counter("vllm:external_prefix_cache_hits", load.kv_host.hit_tokens, own)
         yield counter("vllm:num_preemptions", load.num_preemptions, own)
         yield counter("vllm:spec_decode_num_drafts", load.num_drafts, own)
         yield counter("vllm:spec_decode_num_draft_tokens", load.num_draft_tokens, own)
@@ -217,6 +224,17 @@ class EngineMetrics:
         yield counter(name, accepted, own, "position")
         yield counter("vllm:request_success", finished, own, "finished_reason")
         yield counter("vllm:corrupted_requests", self._num_corrupted, own)
+
+    def _kv_host_families(self) -> Iterator[str]:
+        host, own = self._load.kv_host, self._own
+        blocks = {"used": host.num_used_blocks, "free": host.num_blocks - host.num_used_blocks}
+        num_bytes = {"store": host.stored_bytes, "load": host.loaded_bytes}
+        seconds = {"store": host.store_s, "load": host.load_s}
+        yield gauge("loraplex_kv_host_blocks", blocks, own, "state")
+        yield counter("loraplex_kv_host_copied_bytes", num_bytes, own, "direction")
+        yield counter("loraplex_kv_host_copy_seconds", seconds, own, "direction")
+        yield counter("loraplex_kv_host_swapped_blocks", host.num_swapped_blocks, own)
+        yield counter("loraplex_kv_host_dropped_blocks", host.num_dropped_blocks, own)
 
     def _adapter_families(self) -> Iterator[str]:
         load, own = self._load, self._own

@@ -1,0 +1,217 @@
+"""Copies of whole KV blocks between the device and page-locked host memory.
+
+    device [blocks, bytes of a block] <--copy engine, side stream--> host [slots, bytes of a block]
+
+On CUDA all copies, of both directions, are on one stream, in the order of the calls: a block that
+is read for a store is written by a later load in this order, too. A copy begins after all steps
+that were launched before the call; steps that are launched later wait for a copy only if they are
+told to. On a CPU a copy has ended when the call returns. One thread calls it. CUDA's copy engines
+are used and no kernel: multiprocessors are left to the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.host_blocks import BlockCopier, BlockCopy
+from engine.kv_cache import KVCache
+from lora.pinned_memory import map_memory
+
+if TYPE_CHECKING:
+    from engine.parallel.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+class _Copier:
+    """The two ends of the copies."""
+
+    def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
+        """`blocks`: [blocks, bytes], `host`: [slots, bytes], both uint8."""
+        self._blocks, self._host = blocks, host
+        self.num_slots, self.block_bytes = host.shape
+
+    def _store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        for block, slot, count in runs_of(blocks, slots):
+            part = self._blocks[block : block + count]
+            self._host[slot : slot + count].copy_(part, non_blocking=True)
+
+    def _load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block, count in runs_of(slots, blocks):
+            part = self._host[slot : slot + count]
+            self._blocks[block : block + count].copy_(part, non_blocking=True)
+
+
+class _Done:
+    def __init__(self, began_s: float) -> None:
+        self._took_s = time.perf_counter() - began_s
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Does nothing: the copy has ended."""
+
+    def seconds(self) -> float:
+        return self._took_s
+
+
+class CpuBlockCopier(_Copier):
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
+        began_s = time.perf_counter()
+        self._store(blocks, slots)
+        return _Done(began_s)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
+        began_s = time.perf_counter()
+        self._load(slots, blocks)
+        return _Done(began_s)
+
+    def hold_steps(self, copy: BlockCopy) -> None:
+        """Does nothing: the copy has ended."""
+
+
+class GroupBlockCopier(CpuBlockCopier):
+    """The first rank's copies, which the other ranks repeat in the order of the steps."""
+
+    def __init__(self, blocks: torch.Tensor, host: torch.Tensor, group: Group) -> None:
+        super().__init__(blocks, host)
+        self._group = group
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
+        self._group.send({"do": "store", "blocks": list(blocks), "slots": list(slots)})
+        return super().store(blocks, slots)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
+        self._group.send({"do": "load", "blocks": list(blocks), "slots": list(slots)})
+        return super().load(slots, blocks)
+
+
+class _CudaCopy:
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._begin, self.end = begin, end
+
+    def query(self) -> bool:
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        self.end.synchronize()
+
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self.end)) / 1000
+
+
+class CudaBlockCopier(_Copier):
+    """Steps are launched on the stream that is current in each call."""
+
+    def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
+        super().__init__(blocks, host)
+        self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
+        begin = self._begin()
+        with torch.cuda.stream(self._stream):
+            self._store(blocks, slots)
+        return self._end(begin)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
+        begin = self._begin()
+        with torch.cuda.stream(self._stream):
+            self._load(slots, blocks)
+        return self._end(begin)
+
+    def hold_steps(self, copy: BlockCopy) -> None:
+        assert isinstance(copy, _CudaCopy)
+        torch.cuda.current_stream(self._blocks.device).wait_event(copy.end)
+
+    def _begin(self) -> torch.cuda.Event:
+        steps = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        steps.record(torch.cuda.current_stream(self._blocks.device))
+        self._stream.wait_event(steps)
+        return self._mark()
+
+    def _end(self, begin: torch.cuda.Event) -> _CudaCopy:
+        return _CudaCopy(begin, self._mark())
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields pairs with the number of those that follow them one by one: each is one copy."""
+    pairs = list(zip(first, second, strict=True))
+    starts = [0]
+    for index, ((a, b), (next_a, next_b)) in enumerate(pairwise(pairs), 1):
+        if (next_a, next_b) != (a + 1, b + 1):
+            starts.append(index)
+    for start, stop in pairwise([*starts, len(pairs)]):
+        yield (*pairs[start], stop - start)
+
+
+def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
+    """Returns as many slots of host memory as have room in so many bytes, [slots, bytes of a block]
+    uint8, page-locked for a CUDA device. Raises UnsupportedModelError if no block has, and
+    EngineMemoryError if the memory cannot be locked."""
+    assert kv.blocks is not None, "blocks are copied whole"
+    block_bytes = kv.blocks.shape[1]
+    num_slots = num_bytes // block_bytes
+    if not num_slots:
+        raise UnsupportedModelError(
+            f"kv_host_bytes is {num_bytes} for each rank, and a KV block has {block_bytes} bytes"
+        )
+    if kv.blocks.device.type != "cuda":
+        # Zeros are free on the CPU: the system allocates pages when they are first written.
+        return torch.zeros((num_slots, block_bytes), dtype=torch.uint8)
+    began_s = time.perf_counter()
+    whole = map_memory(num_slots * block_bytes)
+    whole.zero_()  # by all threads; registering alone would touch the pages one by one
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    try:
+        torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+    except RuntimeError as error:
+        raise EngineMemoryError(
+            f"kv_host_bytes: {whole.numel()} bytes cannot be page-locked: {error}"
+        ) from error
+    slots = whole.view(num_slots, block_bytes)
+    weakref.finalize(slots, _unlock, whole).atexit = False
+    logger.info(
+        "host memory for %d KV blocks, %.3f GiB, page-locked in %.1f s",
+        num_slots,
+        whole.numel() / 1024**3,
+        time.perf_counter() - began_s,
+    )
+    return slots
+
+
+def _unlock(memory: torch.Tensor) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostUnregister(memory.data_ptr()))
+
+
+def open_block_copies(config: EngineConfig, kv: KVCache, group: Group | None) -> BlockCopier | None:
+    """Returns the copies to the host tier, or None if the configuration has none."""
+    if not config.kv_host_bytes:
+        return None
+    if not config.enable_prefix_caching:
+        raise UnsupportedModelError(
+            f"kv_host_bytes is {config.kv_host_bytes}, and enable_prefix_caching is False: blocks "
+            "on the host are found by their prefixes"
+        )
+    host = allocate_slots(config.kv_host_bytes // config.tensor_parallel_size, kv)
+    assert kv.blocks is not None
+    if kv.blocks.device.type == "cuda":
+        return CudaBlockCopier(kv.blocks, host)
+    if group is not None:
+        return GroupBlockCopier(kv.blocks, host, group)
+    return CpuBlockCopier(kv.blocks, host)

@@ -1,0 +1,45 @@
+"""Kernels on contiguous blocks, where layers have views of one tensor and entries of block tables
+are not block numbers: the device's steps against the reference backend on plain blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.types import Request, SamplingParams
+from tests.engine_agreement import Reply, make_engine, run_all
+from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.kv_host_helpers import always_copies
+
+PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
+
+
+def replies(base: Path, adapter: Path, backend: str, host: int) -> dict[str, Reply]:
+    """Returns the replies to prompts in chunks beside decodes, then to the same from the cache:
+    the device has room for one of them at a time."""
+    runner = make_runner(
+        base, backend=backend, block_size=16, max_num_seqs=2, num_blocks=4, kv_host_bytes=host
+    )
+    runner.load_adapter("x", adapter)
+    engine = make_engine(runner, max_num_batched_tokens=32, max_num_seqs=2)
+    if host:
+        always_copies(engine)
+    found: dict[str, Reply] = {}
+    for turn in range(2):
+        for i, owner in enumerate((None, "x")):
+            prompt = tuple(random_prompt(36, seed=i))
+            found |= run_all(engine, [Request(f"{turn} {i}", prompt, PARAMS, owner)])
+    if host:
+        assert engine.load().kv_host.hit_tokens
+    return found
+
+
+def test_steps_on_blocks_that_came_back_from_the_host(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", num_hidden_layers=2)
+    adapter = make_adapter(tmp_path / "x", base, 4, ("q_proj", "k_proj", "v_proj"))
+    expected = replies(base, adapter, "reference", 0)
+    found = replies(base, adapter, "triton", 1 << 20)
+    for name, reply in expected.items():
+        assert reply.error is None
+        assert found[name].tokens == reply.tokens
+        pairs = zip(found[name].logprobs, reply.logprobs, strict=True)
+        assert all(abs(one.logprob - other.logprob) < 1e-3 for one, other in pairs)

@@ -1,0 +1,163 @@
+"""Slow copies of KV blocks, for engines with and without tensors: each ends when a test says so,
+and until then nothing can be relied on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.core import Engine
+from engine.runner import ModelRunner
+from engine.step_cost import StepCost
+from tests.fakes import FakeRunner
+
+Content = Any  # of a block
+
+
+class SlowCopy:
+    def __init__(self, copier: SlowCopier, finish: Callable[[], None]) -> None:
+        self._copier, self._finish = copier, finish
+        self.has_ended = False
+
+    def query(self) -> bool:
+        self._copier.tick()
+        return self.has_ended
+
+    def synchronize(self) -> None:
+        self._copier.finish(self)
+
+    def seconds(self) -> float:
+        assert self.has_ended
+        return 1e-6
+
+    def end(self) -> None:
+        self._finish()
+        self.has_ended = True
+
+
+class SlowCopier:
+    """Reads its source at the end of a copy, as late as a device may, and spoils the blocks of a
+    load at once. `polls`: the number of queries until the next copy ends."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Content],
+        write: Callable[[int, Content | None], None],
+        num_slots: int,
+        polls: Callable[[], int],
+    ) -> None:
+        self.num_slots, self.block_bytes = num_slots, 1 << 20
+        self.slots: list[Content | None] = [None] * num_slots
+        self.num_held = 0  # steps that had to wait
+        self._read, self._write, self._polls = read, write, polls
+        self._flying: deque[SlowCopy] = deque()
+        self._sources: list[int] = []  # slots that loads read
+        self._left = polls()
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> SlowCopy:
+        def finish() -> None:
+            for block, slot in zip(blocks, slots, strict=True):
+                self.slots[slot] = self._read(block)
+
+        for slot in slots:
+            assert not self.is_loading(slot)
+            self.slots[slot] = None
+        return self._begin(finish)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> SlowCopy:
+        def finish() -> None:
+            for block, slot in zip(blocks, slots, strict=True):
+                self._write(block, self.slots[slot])
+                self._sources.remove(slot)
+
+        self._sources += slots
+        # A copy that reads one of the blocks comes before, as on one stream.
+        for block in blocks:
+            self._spoil_later(block)
+        return self._begin(finish)
+
+    def hold_steps(self, copy: SlowCopy) -> None:
+        self.num_held += 1
+        self.finish(copy)
+
+    def tick(self) -> None:
+        self._left -= 1
+        if self._left <= 0 and self._flying:
+            self._flying.popleft().end()
+            self._left = self._polls()
+
+    def finish(self, copy: SlowCopy) -> None:
+        while not copy.has_ended:
+            self._flying.popleft().end()
+
+    def is_loading(self, slot: int) -> bool:
+        return slot in self._sources
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._flying
+
+    def _begin(self, finish: Callable[[], None]) -> SlowCopy:
+        copy = SlowCopy(self, finish)
+        self._flying.append(copy)
+        return copy
+
+    def _spoil_later(self, block: int) -> None:
+        """Spoils the block once the copies before, which may read it, have ended."""
+        self._begin(lambda: self._write(block, None))
+
+
+def runner_with_host(
+    runner: FakeRunner, num_slots: int, polls: Callable[[], int] = lambda: 2
+) -> SlowCopier:
+    """Gives a runner a host tier with slow copies."""
+    size = runner.kv_layout.stride * runner.block_size
+
+    def read(block: int) -> Content:
+        return runner.kv[block * size : (block + 1) * size]
+
+    def write(block: int, content: Content | None) -> None:
+        runner.kv[block * size : (block + 1) * size] = [None] * size if content is None else content
+
+    copier = SlowCopier(read, write, num_slots, polls)
+    runner.kv_copies = copier
+    return copier
+
+
+def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
+    """Replaces the copies of a runner on a CPU by slow ones."""
+    assert runner.kv_copies is not None
+    blocks = runner._kv.blocks
+    assert blocks is not None
+
+    def write(block: int, content: torch.Tensor | None) -> None:
+        if content is None:
+            blocks[block].fill_(255)  # not a number, as float32
+        else:
+            blocks[block].copy_(content)
+
+    num_slots = runner.kv_copies.num_slots
+    copier = SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
+    runner.kv_copies = copier
+    return copier
+
+
+def always_copies(engine: Engine) -> None:
+    """Has the engine copy blocks though tiny models may compute them as fast."""
+    assert engine._offload is not None
+    engine._offload._cost = StepCost()
+
+
+def check_no_leak(engine: Engine) -> None:
+    """Asserts that no block or slot is held once the engine has no work."""
+    offload = engine._offload
+    assert offload is not None
+    offload.drain()
+    while offload._host.num_storing:
+        offload.begin_step()
+    assert engine.load().num_free_blocks == engine.load().num_blocks
+    assert not offload._host.num_held
+    assert not offload._store_of

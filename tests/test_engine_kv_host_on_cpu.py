@@ -1,0 +1,215 @@
+"""The host tier of KV on the reference backend: the tokens are those of an engine with room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from engine.block_tables import BlockTables
+from engine.blocks import BlockPool
+from engine.core import Engine
+from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.runner import ModelRunner
+from engine.types import Request, ResumedChoice, SamplingParams
+from tests.engine_helpers import (
+    BLOCK_SIZE,
+    make_base,
+    make_named_adapters,
+    make_runner,
+    random_prompt,
+)
+from tests.fakes import make_config
+from tests.family_bases import VARIANTS, make_family_base
+from tests.kv_host_helpers import always_copies, check_no_leak, slow_copies
+
+HOST = 4 << 20  # bytes
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
+Found = dict[tuple[str, int], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("host") / "base", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return make_named_adapters(base, {"x": (3, ("q_proj", "v_proj")), "y": (8, ("k_proj",))})
+
+
+def open_runner(base: Path, adapters: dict[str, Path], num_blocks: int, host: int) -> ModelRunner:
+    runner = make_runner(base, num_blocks=num_blocks, kv_host_bytes=host)
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+    return runner
+
+
+def open_engine(runner: ModelRunner) -> Engine:
+    return Engine(make_config(block_size=BLOCK_SIZE, max_num_batched_tokens=32), runner)
+
+
+def requests() -> list[Request]:
+    """Requests of three prefixes, two adapters and two tenants, with choices and resumed ones."""
+    draws = Random(3)
+    found = []
+    for i in range(18):
+        prompt = (*random_prompt(45, seed=i % 3), *random_prompt(draws.randrange(1, 9), seed=i))
+        params = replace(draws.choice([GREEDY, DRAWN]), n=draws.choice([1, 1, 2]))
+        adapter, salt = draws.choice([None, "x", "y"]), draws.choice(["", "", "tenant"])
+        resumed: tuple[ResumedChoice, ...] = ()
+        if i % 9 == 4:  # it comes from another engine
+            params = replace(params, n=1)
+            resumed = (ResumedChoice(0, tuple(random_prompt(7, seed=i))),)
+        found.append(Request(f"r{i}", prompt, params, adapter, salt, resumed=resumed))
+    return found
+
+
+def run(engine: Engine, aborted: tuple[str, ...] = ()) -> Found:
+    """Adds a request in each fourth step, so that prefixes leave the device and return."""
+    found: Found = {}
+    left = requests()
+    turn = 0
+    while left or engine.has_work:
+        if left and turn % 4 == 0:
+            request = left.pop(0)
+            engine.add_request(request)
+        if turn % 7 == 0 and aborted:
+            name, *rest = aborted
+            engine.abort(name)
+            aborted = tuple(rest)
+        turn += 1
+        for output in engine.step().outputs if engine.has_work else ():
+            assert output.error is None
+            key = output.request_id, output.choice
+            found[key] = found.get(key, ()) + output.token_ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, adapters: dict[str, Path]) -> Found:
+    engine = open_engine(open_runner(base, adapters, 800, 0))
+    found = run(engine)
+    assert engine.load().num_preemptions == 0
+    return found
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_tokens_are_those_of_an_engine_with_room(
+    base: Path, adapters: dict[str, Path], expected: Found, is_slow: bool
+) -> None:
+    runner = open_runner(base, adapters, 32, HOST)
+    draws = Random(1)
+    if is_slow:
+        slow_copies(runner, lambda: draws.randrange(1, 12))
+    engine = open_engine(runner)
+    always_copies(engine)
+    assert run(engine) == expected
+    load = engine.load()
+    assert load.num_preemptions
+    assert load.kv_host.hit_tokens
+    assert load.kv_host.num_swapped_blocks
+    assert load.kv_host.load_s > 0 < load.kv_host.store_s
+    check_no_leak(engine)
+
+
+def test_aborts_in_the_middle_of_loads_leave_nothing(
+    base: Path, adapters: dict[str, Path], expected: Found
+) -> None:
+    runner = open_runner(base, adapters, 32, HOST)
+    slow_copies(runner, lambda: 9)
+    engine = open_engine(runner)
+    gone = ("r3", "r5", "r8", "r9", "r11", "r12", "r15")
+    found = run(engine, gone)
+    for key, tokens in expected.items():
+        if key[0] in gone:
+            assert found.get(key, ()) == tokens[: len(found.get(key, ()))]
+        else:
+            assert found[key] == tokens
+    assert engine.load().kv_host.loaded_bytes
+    check_no_leak(engine)
+
+
+def test_groups_of_full_and_windowed_layers_come_back(tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS["gemma 3"])
+    prompts = [random_prompt(70, seed=seed) for seed in range(4)]
+
+    def answers(host: int) -> list[tuple[int, ...]]:
+        runner = make_runner(base, num_blocks=50 if host else 900, kv_host_bytes=host)
+        assert len(runner.kv_layout.groups) == 2
+        engine = open_engine(runner)
+        if host:
+            always_copies(engine)
+        found = []
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                engine.add_request(Request(f"{turn} {i}", tuple(prompt), GREEDY))
+                tokens: tuple[int, ...] = ()
+                while engine.has_work:
+                    for output in engine.step().outputs:
+                        assert output.error is None
+                        tokens += output.token_ids
+                found.append(tokens)
+        if host:
+            assert engine.load().kv_host.hit_tokens > 2 * 60
+            check_no_leak(engine)
+        return found
+
+    assert answers(HOST) == answers(0)
+
+
+def test_restored_blocks_are_equal_to_the_bit(base: Path) -> None:
+    runner = make_runner(base, num_blocks=8, kv_host_bytes=HOST)
+    blocks, copies = runner._kv.blocks, runner.kv_copies
+    assert blocks is not None
+    assert copies is not None
+    # Each layer's K and V of a block are in it, and nothing else.
+    for layer, (k, v) in enumerate(zip(runner._kv.k, runner._kv.v, strict=True)):
+        for block in range(8):
+            entry = runner.kv_layout.entry(0, block)
+            k[entry], v[entry] = 100 * layer + block, -100 * layer - block
+    before = blocks.clone()
+    values = {float(value) for value in blocks[3].view(torch.float32)}
+    assert values == {3.0, -3.0, 103.0, -103.0}
+    copies.store([3, 4, 5, 1], [0, 1, 2, 9])
+    blocks.zero_()
+    copies.load([2, 1, 0, 9], [5, 4, 3, 1])
+    assert torch.equal(blocks[[1, 3, 4, 5]], before[[1, 3, 4, 5]])
+    assert not blocks[[0, 2, 6, 7]].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"kv_host_bytes": 100}, UnsupportedModelError, "kv_host_bytes is 100 "),
+        (
+            {"kv_host_bytes": HOST, "enable_prefix_caching": False},
+            UnsupportedModelError,
+            "enable_prefix_caching is False",
+        ),
+        (
+            {"kv_host_bytes": 1 << 50, "adapter_host_bytes": 1 << 20},
+            EngineMemoryError,
+            "kv_host_bytes is 1048576.000 GiB, but this machine has",
+        ),
+    ],
+)
+def test_a_host_tier_that_cannot_be_is_refused(
+    base: Path, changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        make_runner(base, **changes)
+
+
+def test_an_engine_without_a_host_tier_has_nothing_of_it(base: Path) -> None:
+    runner = make_runner(base)
+    engine = open_engine(runner)
+    tables = engine.scheduler._tables
+    assert (type(engine._blocks), type(tables)) == (BlockPool, BlockTables)
+    assert (engine._offload, runner.kv_copies, runner._kv.blocks) == (None, None, None)
+    assert runner.kv_layout.stride == 1
+    assert len({one.untyped_storage().data_ptr() for one in (*runner._kv.k, *runner._kv.v)}) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.decode_graphs import DecodeGraphs, GraphKey
@@ -12,8 +14,8 @@ from engine.runner import ModelRunner
 class CalledGraphs(DecodeGraphs):
     """Calls what a graph would replay."""
 
-    def __init__(self, steps: DeviceSteps) -> None:
-        super().__init__((1, 8), steps._run_static)
+    def __init__(self, steps: DeviceSteps, sizes: tuple[int, ...] = (1, 8)) -> None:
+        super().__init__(sizes, steps._run_static)
         self.replayed: list[GraphKey] = []
 
     def size_for(self, num_sequences: int) -> int | None:
@@ -28,3 +30,14 @@ def with_graphs(runner: ModelRunner) -> CalledGraphs:
     assert isinstance(runner._steps, DeviceSteps)
     graphs = runner._steps._graphs = CalledGraphs(runner._steps)
     return graphs
+
+
+def call_graphs_everywhere() -> None:
+    """Lets every runner of this process call what it would replay."""
+    begin = DeviceSteps.__init__
+
+    def begin_with_graphs(self: DeviceSteps, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._graphs = CalledGraphs(self)
+
+    DeviceSteps.__init__ = begin_with_graphs  # type: ignore[method-assign]

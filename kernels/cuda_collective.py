@@ -14,7 +14,6 @@ copied.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from contextlib import suppress
@@ -26,25 +25,14 @@ import torch
 from torch import distributed
 
 from kernels.collective import Collective
+from kernels.multicast import disable_multicast
 
 logger = logging.getLogger(__name__)
 
-# Multicast in NVLink's switches stays off: sums would have other bits, and not every host that has
-# it lets processes bind memory to it.
-ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 ONE_SHOT_BYTES = 128 * 1024  # of two ranks; of more, every rank reads as many times as much
 _TYPES = (torch.bfloat16, torch.float32)  # of torch's kernels
 _RELEASE_S = 2.0
 _C10D: Any = distributed  # torch's stubs lack what follows
-
-
-def disable_multicast() -> None:
-    """Sets the environment of this process and of those that it starts; before any exchange."""
-    os.environ.update(ENVIRONMENT)
 
 
 class Nccl:

@@ -35,7 +35,7 @@ from engine.parallel.channel import Link, StepSegment
 from engine.step_buffers import Words
 from engine.step_layout import StepLayout
 from kernels.collective import SOLO, Collective
-from kernels.cuda_collective import disable_multicast
+from kernels.multicast import disable_multicast
 
 logger = logging.getLogger(__name__)
 

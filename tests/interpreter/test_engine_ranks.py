@@ -28,11 +28,11 @@ _ADAPTERS = {
     "head": (17, ("q_proj", "down_proj", "lm_head", "embed_tokens")),
 }
 _PARAMS = (
-    SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=5, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=2, repetition_penalty=1.4, max_tokens=5, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=5, grammar=Grammar("regex", "(ab|cd){6}")),
-    SamplingParams(temperature=0.0, logit_bias=((7, 3.0),), max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=2, repetition_penalty=1.4, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=3, grammar=Grammar("regex", "(ab|cd){6}")),
+    SamplingParams(temperature=0.0, logit_bias=((7, 3.0),), max_tokens=3, ignore_eos=True),
 )
 # The other rank, with the faster interpreter of these tests and its graphs called, too.
 _MAIN = (
@@ -60,7 +60,7 @@ def _run(engine: Engine) -> tuple[Tokens, list[float]]:
     shared = random_prompt(18, seed=99)
     for i, params in enumerate(_PARAMS):
         adapter = (None, "all", "head", "all", None)[i]
-        prompt = (*shared, *random_prompt(3 + 6 * i, seed=i))
+        prompt = (*shared, *random_prompt((12, 13, 13, 13, 20)[i], seed=i))
         engine.add_request(Request(f"r{i}", prompt, params, adapter))
     tokens: Tokens = {}
     logprobs: list[float] = []

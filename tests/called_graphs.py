@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,3 +42,21 @@ def call_graphs_everywhere() -> None:
         self._graphs = CalledGraphs(self)
 
     DeviceSteps.__init__ = begin_with_graphs  # type: ignore[method-assign]
+
+
+def use_few_programs(replace: Callable[[Any, str, int], None]) -> None:
+    """Reduces the programs that walk the tiles: interpreted one after the other, they are slow."""
+    from kernels import (
+        triton_lora_expand,
+        triton_lora_rope_kv_write,
+        triton_lora_shrink,
+        triton_lora_silu_mul,
+    )
+
+    for module in (
+        triton_lora_expand,
+        triton_lora_rope_kv_write,
+        triton_lora_shrink,
+        triton_lora_silu_mul,
+    ):
+        replace(module, "NUM_PROGRAMS", 4)

@@ -3,22 +3,14 @@ rank, whatever a step has. Graphs of decodes are called instead of replayed, on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.core import Engine
 from engine.inputs import LoraReach
 from engine.types import Grammar, Request, SamplingParams
-from kernels import (
-    triton_lora_expand,
-    triton_lora_rope_kv_write,
-    triton_lora_shrink,
-    triton_lora_silu_mul,
-)
-from tests.called_graphs import with_graphs
+from tests.called_graphs import use_few_programs, with_graphs
 from tests.engine_helpers import make_base, make_named_adapters, make_runner, random_prompt
 from tests.fakes import make_config
 from tests.grammar_helpers import EOS, VOCAB, grammars
@@ -37,22 +29,11 @@ _PARAMS = (
 # The other rank, with the faster interpreter of these tests and its graphs called, too.
 _MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import tests.interpreter.conftest; "
-    "from tests.called_graphs import call_graphs_everywhere; call_graphs_everywhere(); "
-    "from tests.interpreter.test_engine_ranks import use_few_programs; use_few_programs(setattr); "
+    "from tests.called_graphs import call_graphs_everywhere, use_few_programs; "
+    "call_graphs_everywhere(); use_few_programs(setattr); "
     "from engine.parallel.follower import main; main(int(sys.argv[2]))"
 )
 Tokens = dict[str, tuple[int, ...]]
-
-
-def use_few_programs(replace: Callable[[Any, str, int], None]) -> None:
-    """Reduces the programs that walk the tiles: one after the other they are slow here."""
-    for module in (
-        triton_lora_expand,
-        triton_lora_rope_kv_write,
-        triton_lora_shrink,
-        triton_lora_silu_mul,
-    ):
-        replace(module, "NUM_PROGRAMS", 4)
 
 
 def _run(engine: Engine) -> tuple[Tokens, list[float]]:

@@ -43,9 +43,10 @@ from engine.resolved import (
 from engine.step_inputs import StepLimits
 from engine.types import Sample, ScheduledBatch
 from engine.weights import load_shard
-from kernels.collective import SOLO, Collective, meet
+from kernels.collective import SOLO, Collective
 from kernels.compilations import load_kernels
 from kernels.kernel_call import KernelCall
+from kernels.rendezvous import meet
 from lora.pool import AdapterPool
 
 Steps = DeviceSteps | ReferenceSteps

@@ -11,7 +11,6 @@ only.
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from torch import distributed
 
 # A rank that waits longer for another gives up. Steps that hang end sooner: their watchers see it.
 TIMEOUT_S = 60.0
-_CPU = torch.device("cpu")
 _C10D: Any = distributed  # torch's stubs lack what follows
 
 
@@ -132,22 +130,3 @@ class Traced:
 
     def abort(self) -> None:
         pass
-
-
-def meet(
-    path: Path,
-    rank: int,
-    size: int,
-    device: torch.device = _CPU,
-    max_bytes: int = 0,
-    timeout_s: float = TIMEOUT_S,
-) -> Collective:
-    """Joins the ranks that name the same file, which none of them has made before. `max_bytes`: of
-    a tensor that CUDA devices exchange through memory that they share."""
-    store = _C10D.FileStore(str(path), size)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    if device.type == "cuda":
-        from kernels.cuda_collective import open_exchange
-
-        return open_exchange(store, rank, size, device, max_bytes, timeout_s)
-    return Gloo(store, rank, size, timeout_s)

@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 
 from kernels.collective import Collective
-from kernels.multicast import disable_multicast
+from kernels.exchange_environment import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,8 @@ class SymmetricMemory:
         if self.rank == 0:
             store.set("name", f"loraplex-{uuid.uuid4()}")
         self._name = store.get("name").decode()
-        own_store = NumberedStore(_C10D.PrefixStore("symmetric", store))
+        # torch calls the store's methods in Python, so it has to stay.
+        self._store = own_store = NumberedStore(_C10D.PrefixStore("symmetric", store))
         group = self._group = _C10D.ProcessGroup(own_store, self.rank, self.size)
         kind = _C10D.ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
@@ -195,7 +196,7 @@ def open_exchange(
     store: Any, rank: int, size: int, device: torch.device, max_bytes: int, timeout_s: float
 ) -> Collective:
     """Joins the ranks, each on the device of its number."""
-    disable_multicast()
+    set_environment()
     torch.cuda.set_device(device)
     nccl = Nccl(store, rank, size, device, timeout_s)
     if not max_bytes or not are_peers(size):

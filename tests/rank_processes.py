@@ -15,7 +15,7 @@ import torch
 
 from engine.device_step import DeviceSteps
 from engine.model import Model
-from kernels.multicast import disable_multicast
+from kernels.exchange_environment import set_environment
 
 T = TypeVar("T")
 _MAX_ROWS = 64
@@ -32,7 +32,7 @@ def on_processes(
 ) -> list[T]:
     """Returns `work(rank, size, path, *args)` of all ranks, in their order. `path`: of a store that
     no process has made before. Raises RuntimeError with a rank's traceback, or after the time."""
-    disable_multicast()
+    set_environment()
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
     with TemporaryDirectory() as folder:

@@ -15,7 +15,8 @@ from engine.device_step import DeviceSteps
 from engine.model import Model
 from engine.runner import ModelRunner
 from engine.types import Request
-from kernels.collective import Collective, meet
+from kernels.collective import Collective
+from kernels.rendezvous import meet
 from tests.engine_agreement import (
     ADAPTERS,
     OPTIONAL,
@@ -146,7 +147,7 @@ def _requests() -> list[Request]:
 
 
 def _replies(runner: ModelRunner) -> dict[str, Reply]:
-    """Those of two rounds; the second finds prefixes of the first."""
+    """Returns those of two rounds; the second finds prefixes of the first."""
     engine = make_engine(runner, max_num_seqs=16, max_num_batched_tokens=96)
     first = run_all(engine, _requests())
     again = [replace(one, request_id=f"again-{one.request_id}") for one in _requests()]
@@ -234,7 +235,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("state", ["busy", "idle"])
 def test_the_death_of_another_rank_ends_the_engine(base: Path, state: str) -> None:
-    """In a process of its own, whose device may be left waiting."""
+    """Runs in a process of its own, whose device may be left waiting."""
     done = subprocess.run(
         [sys.executable, "-c", _KILL, str(base), state],
         capture_output=True,

@@ -67,6 +67,8 @@ class GroupPool(AdapterPool):
             has_affine=has_affine,
             allocate_host=_no_memory,
         )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the table's zeros are written before any copy
         self._group = group
         self._shards = [Shard(shard.whole, rank, shard.size) for rank in range(shard.size)]
 

@@ -35,7 +35,7 @@ from engine.parallel.channel import Link, StepSegment
 from engine.step_buffers import Words
 from engine.step_layout import StepLayout
 from kernels.collective import SOLO, Collective
-from kernels.multicast import disable_multicast
+from kernels.exchange_environment import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Group:
         """Starts the other ranks, which begin to read their weights. `num_threads`: torch threads
         of each."""
         if is_cuda:
-            disable_multicast()
+            set_environment()
         self._is_cuda = is_cuda
         self._ranks: Collective = SOLO
         self._silence_s = _START_SILENCE_S
@@ -135,7 +135,8 @@ class Group:
     def serve(self) -> None:
         """Returns when every rank has its memory and waits for steps."""
         self._await_all("make its memory")
-        self._folder.cleanup()
+        if not self._is_cuda:  # NCCL may read its store later
+            self._folder.cleanup()
         self._silence_s = _SILENCE_S
 
     def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:

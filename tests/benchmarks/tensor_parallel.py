@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from kernels.collective import Collective, meet
+from kernels.collective import Collective
+from kernels.rendezvous import meet
 from tests.benchmarks.cases import Case
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
 from tests.benchmarks.report import Report, print_table

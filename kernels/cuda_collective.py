@@ -114,7 +114,6 @@ class SymmetricMemory:
         group._register_backend(nccl.device, kind, nccl.backend)
         group._set_group_name(self._name)
         private._register_process_group(self._name, group)
-        shared.set_group_info(self._name, self.rank, self.size, own_store)  # for torch 2.11
         num_bytes = max(16, -(-max_bytes // 16) * 16)
         self._buffer = shared.empty_strided_p2p((num_bytes,), (1,), torch.uint8, nccl.device)
         self._handle = shared.rendezvous(self._buffer, self._name)

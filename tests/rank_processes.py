@@ -85,12 +85,14 @@ def record_residuals(path: str) -> None:
     logits, run = Model.logits, DeviceSteps._run
 
     def keeping_logits(self: Model, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        if hidden.is_meta:  # a trace of kernels
+            return logits(self, hidden, *args)
         buffer = kept.get(hidden.device)
         if buffer is None:
-            shape = (_MAX_ROWS, hidden.shape[1])
-            buffer = kept[hidden.device] = torch.zeros(
-                shape, dtype=hidden.dtype, device=hidden.device
-            )
+            with torch.inference_mode(False):  # log-probabilities of prompts come outside of it
+                shape = (_MAX_ROWS, hidden.shape[1])
+                buffer = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+            kept[hidden.device] = buffer
         count = min(len(hidden), _MAX_ROWS)
         buffer[:count].copy_(hidden[:count])  # a graph has the copy, too
         return logits(self, hidden, *args)

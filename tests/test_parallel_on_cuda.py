@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def _exchange_in_graph(
     ranks: Collective, x: torch.Tensor, columns: torch.Tensor, expected: torch.Tensor
 ) -> list[int]:
     """Two exchanges that follow each other in one graph, replayed several times."""
+    ranks.all_reduce(x + 0).clone()  # loads kernels, which must not happen in a capture
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -176,16 +178,16 @@ def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
     runner = _open(base, adapters, 2, enforce_eager=is_eager, piecewise_graphs=not is_eager)
     try:
         found = _replies(runner)
-        torch.cuda.synchronize()
+        lines = own.read_text().splitlines()
+        ends_s = time.monotonic() + 10
+        while len(other.read_text().splitlines()) < len(lines) and time.monotonic() < ends_s:
+            time.sleep(0.05)  # the other rank's last record may be under way
     finally:
         runner.close()
     for name, reply in found.items():
         assert_same(runner, reply, alone[name])
-    lines = own.read_text().splitlines()
     assert len(lines) > 50
-    theirs = other.read_text().splitlines()
-    assert theirs[: len(lines)] == lines[: len(theirs)]
-    assert abs(len(theirs) - len(lines)) <= 1  # the last step's record may be under way
+    assert other.read_text().splitlines() == lines
 
 
 _KILL = """

@@ -21,7 +21,7 @@ from engine.parallel.channel import Shared
 from engine.parallel.group import Group
 from engine.parallel.shards import Shard
 from lora.adapter import Adapter
-from lora.copies import CudaCopier, Event
+from lora.copies import Copier, CudaCopier, Event
 from lora.heap import Deltas
 from lora.page_image import PackedAdapter
 from lora.pinned_memory import register
@@ -155,7 +155,7 @@ class _Mark:
 class _GroupCopier:
     """Copies of the first rank, whose marks say how many launches come before them."""
 
-    def __init__(self, copier: CudaCopier, group: Group) -> None:
+    def __init__(self, copier: Copier, group: Group) -> None:
         self._copier, self._group = copier, group
         self.max_flying, self.max_bytes = copier.max_flying, copier.max_bytes
 

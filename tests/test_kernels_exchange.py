@@ -1,4 +1,4 @@
-"""What ranks exchange, and how a rank finds the others when its process had a group before."""
+"""The exchanges of ranks, and the way to the others from a process that had a group before."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ _ADAPTERS = {
 }
 _PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, top_p=0.9, max_tokens=3, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=2, repetition_penalty=1.4, max_tokens=3, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=3, max_tokens=3, grammar=Grammar("regex", "(ab|cd){6}")),
-    SamplingParams(temperature=0.0, logit_bias=((7, 3.0),), max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=0.0, logit_bias=((7, 3.0),), max_tokens=3, ignore_eos=True),
 )
 # The other rank, with the faster interpreter of these tests and its graphs called, too.
 _MAIN = (

@@ -316,7 +316,7 @@ def test_each_rank_needs_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     config = EngineConfig("", "", device="cuda", tensor_parallel_size=2)
     assert [str(resolve_device(config, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(UnsupportedModelError, match="4: each rank needs a CUDA .* torch finds 2"):
+    with pytest.raises(UnsupportedModelError, match=r"4: each rank needs a CUDA .* finds 2"):
         resolve_device(replace(config, tensor_parallel_size=4))
 
 

@@ -48,7 +48,8 @@ def capture_graph(run: Callable[[], T], memory: GraphMemory) -> tuple[torch.cuda
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(_capture_stream()):
-        graph.capture_begin(pool=memory)
+        # Other threads go on: that of NCCL queries events.
+        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         try:
             result = run()
         finally:

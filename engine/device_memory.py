@@ -74,11 +74,11 @@ def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before, outside = allocated_bytes(device), _outside_torch(device)
+    before, outside = allocated_bytes(device), outside_bytes(device)
     step()
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
-    outside = max(0, _outside_torch(device) - outside)
+    outside = max(0, outside_bytes(device) - outside)
     torch.cuda.empty_cache()
     return peak + outside
 
@@ -132,7 +132,8 @@ def adapter_budgets(
     return AdapterBudgets(pool, host)
 
 
-def _outside_torch(device: torch.device) -> int:
+def outside_bytes(device: torch.device) -> int:
+    """Returns the bytes in use on the device that torch's allocator has not reserved."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free - torch.cuda.memory_reserved(device))
 

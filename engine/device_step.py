@@ -15,24 +15,29 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
 from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
-from engine.errors import EngineDeadError
+from engine.device_faults import device_faults
 from engine.inputs import ForwardInputs, SamplingInputs
 from engine.kv_cache import KVCache
 from engine.masks import Masks
 from engine.model import Model
+from engine.parallel.group import Group
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from engine.prompt_logprobs import with_prompt_logprobs
+from engine.prompt_logprobs import run_prompt_logits, with_prompt_logprobs
 from engine.sampler import by_sequence, change_logits_, changes_logits, draws_late, upload
+from engine.step_buffers import Words
+from engine.step_draws import Drawn, Logprobs
 from engine.step_inputs import StepInputs, StepLimits, is_decode
-from engine.types import Sample, ScheduledBatch, ScheduledSequence, TokenLogprobs
+from engine.step_layout import StepLayout
+from engine.types import Sample, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
@@ -41,28 +46,9 @@ from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
 
+# Between two looks at a step of several ranks. It is no part of a step's time: the next one runs.
+_POLL_S = 20e-6
 _GRAPH_BYTES = 4 * 1024**2  # the driver's memory of a graph of some 400 kernels
-
-
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
-    """Log-probabilities on their way to the host, for the rows that requested them."""
-
-    rows: tuple[int, ...]
-    limits: tuple[int, ...]
-    tensors: tuple[torch.Tensor, ...]  # own [n], ranks [n], top ids [n, k], top [n, k]
-
-    def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
-        own, ranks, top_ids, top = (tensor.tolist() for tensor in self.tensors)
-        return {
-            row: TokenLogprobs(
-                token_ids[row],
-                own[i],
-                ranks[i],
-                tuple(zip(top_ids[i][:limit], top[i][:limit], strict=True)),
-            )
-            for i, (row, limit) in enumerate(zip(self.rows, self.limits, strict=True))
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +57,7 @@ class _Prompts:
 
     inputs: ForwardInputs  # as `StepInputs.for_prompts` returns them
     hidden: torch.Tensor
+    number: int  # of the step in the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +69,7 @@ class _Undrawn:
     parts: tuple[ScheduledSequence, ...]  # one per row
     inputs: StepInputs
     is_drawn: bool  # by the graph, from unchanged logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    token_ids: torch.Tensor  # [rows] int32, pinned
-    done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
-    logprobs: _Logprobs | None
+    all_draw: bool  # every rank draws these tokens
 
 
 @dataclass(slots=True)
@@ -97,7 +78,7 @@ class DeviceStep:
     batch: ScheduledBatch
     prompts: _Prompts | None
     undrawn: _Undrawn | None  # None: drawn, or the draw has failed
-    drawn: _Drawn | None = None
+    drawn: Drawn | None = None
 
     def draw(self) -> None:
         """Draws if `launch` left it. After an exception the step cannot be drawn again, because its
@@ -115,8 +96,7 @@ class DeviceStep:
     def collect(self) -> tuple[Sample, ...]:
         assert self.drawn is not None, "a step is collected before its draw"
         with device_faults():
-            if self.drawn.done is not None:
-                self.drawn.done.synchronize()
+            self.steps.wait(self.drawn)
             return self.steps.read(self.batch, self.drawn, self.prompts)
 
 
@@ -135,7 +115,11 @@ class DeviceSteps:
         eos_token_ids: Collection[int],
         *,
         has_pieces: bool,
+        group: Group | None = None,
     ) -> None:
+        """`group`: the other ranks, which launch each step, too; None: there are none, or all make
+        the same calls."""
+        self._group = group
         self._model = model
         self._kv = kv
         self._pool = pool
@@ -149,6 +133,8 @@ class DeviceSteps:
             for _ in range(2)
         ]
         self._turn = 0
+        # Of steps that were followed, with the rows of each sequence, until they are requested.
+        self._kept_prompts: deque[tuple[_Prompts, tuple[int, ...]]] = deque(maxlen=2)
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
         self._masks = Masks(limits.max_draws, model.config.vocab_size, device)
@@ -218,40 +204,113 @@ class DeviceSteps:
 
     def trace_batch(self, batch: ScheduledBatch) -> None:
         """Runs a step outside the graphs on meta tensors, without its copies to the host."""
-        inputs, hidden = self._forward_mixed(batch)
-        rows = inputs.num_samples
-        logits = self._model.logits(hidden[:rows], inputs, 0, self._pool)
-        self._draw(logits, self._mixed.sampling(rows))
+        logits, _ = self._run(self._write(batch), 0)
+        assert logits is not None
+        self._draw(logits, self._mixed.sampling(len(logits)))
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with device_faults():
             return self._launch(batch)
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
-        parts = batch.rows
-        size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
-        prompts = None
-        if size is not None:
-            reach = self._decode.write_for_graph(batch, self._drawn_rows, size)
-            logits = self._graphs.replay(GraphKey(size, reach))[: len(parts)]
-            undrawn = _Undrawn(logits, parts, self._decode, True)
-        else:
-            inputs, hidden = self._forward_mixed(batch)
-            undrawn = _Undrawn(None, parts, self._mixed, False)
-            if parts:
-                logits = self._model.logits(hidden[: len(parts)], inputs, 0, self._pool)
-                undrawn = _Undrawn(logits, parts, self._mixed, False)
-            if hidden.shape[0] > len(parts):
-                prompts = _Prompts(self._mixed.for_prompts(inputs, batch), hidden)
+        parts, layout = batch.rows, self._write(batch)
+        inputs = self._decode if layout.is_decode else self._mixed
+        number = 0
+        in_step: AbstractContextManager[object] = nullcontext()
+        if self._group is not None:
+            number = self._group.num_steps
+            in_step = self._group.launch(layout, inputs.words(layout))
+        with in_step:
+            logits, prompts = self._run(layout, number)
+        undrawn = _Undrawn(logits, parts, inputs, layout.is_decode, layout.all_draw)
         self._drawn_rows = {}
         if any(draws_late(part) for part in parts):
             return DeviceStep(self, batch, prompts, undrawn)
         return DeviceStep(self, batch, prompts, None, self.draw(undrawn))
 
-    def draw(self, step: _Undrawn) -> _Drawn:
+    def _write(self, batch: ScheduledBatch) -> StepLayout:
+        """Writes a step on the host."""
+        parts = batch.rows
+        size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
+        if size is not None:
+            layout = self._decode.write_for_graph(batch, self._drawn_rows, size)
+        else:
+            kinds = self._mixed.site_kinds(batch.sequences)
+            # Steps with affine rows have no pieces: their kernels are other ones.
+            size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
+            layout = self._mixed.write(batch, self._drawn_rows, kinds, size)
+        all_draw = not any(draws_late(part) or changes_logits(part) for part in parts)
+        return replace(layout, all_draw=all_draw)
+
+    def _run(self, layout: StepLayout, number: int) -> tuple[torch.Tensor | None, _Prompts | None]:
+        """Launches the step that was written last, with the same exchanges on every rank. Returns
+        the logits [R, V] of the rows that sample, None without any."""
+        count = layout.num_samples
+        if layout.is_decode:
+            self._decode.send(layout)
+            assert layout.size is not None
+            return self._graphs.replay(GraphKey(layout.size, layout.reach))[:count], None
+        self._mixed.send(layout)
+        inputs = self._mixed.inputs(layout)
+        if layout.size is None:
+            hidden = self._model.forward(inputs, self._kv, self._pool)
+        else:
+            hidden = self._pieces.forward(inputs, layout.num_tokens, layout.size)
+        logits = None
+        if count:
+            logits = self._model.logits(hidden[:count], inputs, 0, self._pool)
+        if not layout.prompt_rows:
+            return logits, None
+        inputs = self._mixed.for_prompts(inputs, layout.prompt_runs)
+        return logits, _Prompts(inputs, hidden, number)
+
+    def follow(
+        self, layout: StepLayout, words: Words, number: int, on_copied: Callable[[], None]
+    ) -> None:
+        """Launches a step beside the rank that wrote it, with its numbers. `on_copied`: is called
+        once these are not read any more."""
+        inputs = self._decode if layout.is_decode else self._mixed
+        inputs.copy(layout, words)
+        on_copied()
+        logits, prompts = self._run(layout, number)
+        if prompts is not None:
+            self._kept_prompts.append((prompts, layout.prompt_rows))
+        if logits is not None and layout.all_draw and not layout.is_decode:
+            self._draw(logits, inputs.sampling(len(logits)))
+
+    def follow_draw(self, count: int) -> None:
+        """Receives the tokens of a step whose rows the first rank alone has drawn."""
+        self._model.ranks.broadcast_(self._drawn[:count])
+
+    def follow_prompts(self, number: int) -> None:
+        """Computes the logits of the prompt rows of a step, as the first rank does. Those of
+        earlier steps are not requested any more."""
+        while self._kept_prompts:
+            prompts, counts = self._kept_prompts.popleft()
+            if prompts.number != number:
+                continue
+            run_prompt_logits(prompts.inputs, prompts.hidden, counts, self._model, self._pool)
+            return
+
+    def wait(self, drawn: Drawn) -> None:
+        """Waits until the step's tokens are on the host. Raises EngineDeadError if another rank is
+        gone: the device may then wait for it forever."""
+        if drawn.done is None:
+            return
+        if self._group is None:
+            drawn.done.synchronize()
+            return
+        while not drawn.done.query():  # type: ignore[no-untyped-call]
+            self._group.check()
+            time.sleep(_POLL_S)
+
+    def draw(self, step: _Undrawn) -> Drawn:
         """Draws the tokens and starts their way to the host."""
         parts = step.parts
         logprobs = None if step.logits is None else self._finish(step.logits, step)
+        if self._group is not None and parts and not step.all_draw:
+            with self._group.together({"do": "draw", "count": len(parts)}):
+                self._model.ranks.broadcast_(self._drawn[: len(parts)])
         self._drawn_rows = {part.sequence: row for row, part in enumerate(parts)}
         self._turn ^= 1
         host_drawn = self._host_drawn[self._turn][: len(parts)]
@@ -259,19 +318,10 @@ class DeviceSteps:
         done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
-        return _Drawn(host_drawn, done, logprobs)
-
-    def _forward_mixed(self, batch: ScheduledBatch) -> tuple[ForwardInputs, torch.Tensor]:
-        kinds = self._mixed.site_kinds(batch.sequences)
-        # Steps with affine rows have no pieces: their kernels are other ones.
-        size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
-        inputs = self._mixed.write(batch, self._drawn_rows, kinds, size)
-        if size is None:
-            return inputs, self._model.forward(inputs, self._kv, self._pool)
-        return inputs, self._pieces.forward(inputs, batch.num_tokens, size)
+        return Drawn(host_drawn, done, logprobs)
 
     def read(
-        self, batch: ScheduledBatch, drawn: _Drawn, prompts: _Prompts | None
+        self, batch: ScheduledBatch, drawn: Drawn, prompts: _Prompts | None
     ) -> tuple[Sample, ...]:
         token_ids: list[int] = drawn.token_ids.tolist()
         logprobs = drawn.logprobs.read(token_ids) if drawn.logprobs else {}
@@ -283,7 +333,11 @@ class DeviceSteps:
         if prompts is None:
             return tuple(samples)
         inputs, hidden = prompts.inputs, prompts.hidden
-        return with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
+        together: AbstractContextManager[object] = nullcontext()
+        if self._group is not None:
+            together = self._group.together({"do": "prompts", "number": prompts.number})
+        with together:
+            return with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
 
     def _run_static(self, key: GraphKey) -> torch.Tensor:
         inputs, sampling = self._decode.for_graph(key.size, key.lora)
@@ -292,7 +346,7 @@ class DeviceSteps:
         self._draw(logits, sampling)
         return logits
 
-    def _finish(self, logits: torch.Tensor, step: _Undrawn) -> _Logprobs | None:
+    def _finish(self, logits: torch.Tensor, step: _Undrawn) -> Logprobs | None:
         parts, is_drawn = step.parts, step.is_drawn
         wanted = tuple(
             row
@@ -315,7 +369,7 @@ class DeviceSteps:
         limits = tuple(parts[row].sequence.request.params.logprobs or 0 for row in wanted)
         drawn = self._drawn.index_select(0, rows).clamp(min=0)
         found = gather_logprobs(raw, drawn, max(limits))
-        return _Logprobs(
+        return Logprobs(
             wanted, limits, tuple(tensor.to("cpu", non_blocking=True) for tensor in found)
         )
 
@@ -331,26 +385,3 @@ class DeviceSteps:
             sampling.positions,
             self._drawn,
         )
-
-
-@contextmanager
-def device_faults() -> Iterator[None]:
-    """Turns a fault of the device into EngineDeadError. It is permanent: every later call fails as
-    well, and torch, cuBLAS or Triton, whichever meets it first, raises its own error. Out of memory
-    is no such fault."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _is_device_lost():
-            raise EngineDeadError(f"the device failed: {str(error)[:200]}") from error
-        raise
-
-
-def _is_device_lost() -> bool:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False

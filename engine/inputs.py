@@ -184,12 +184,6 @@ def num_prompt_logprobs(part: ScheduledSequence) -> int:
     return max(0, min(part.end, part.sequence.num_prompt_tokens - 1) - part.start)
 
 
-def lora_batch(
-    parts: tuple[ScheduledSequence, ...], pool: AdapterPool, device: torch.device
-) -> LoraBatch | None:
-    return build_lora_batch(pool, tuple(adapter_runs(parts)), device)
-
-
 def block_tables(
     lists: Sequence[Sequence[int]], parts: tuple[ScheduledSequence, ...], block_size: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -20,7 +20,8 @@ from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
 from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
-from engine.model_config import ModelConfig, lora_sites
+from engine.model_config import ModelConfig
+from engine.parallel.shards import Shard
 from engine.resolved import resolve_layout
 from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
@@ -35,6 +36,7 @@ from engine.warm_batches import (
 from engine.weight_shapes import layer_matrices
 from engine.weights import empty_weights
 from kernels.backend import Capability, traced_for
+from kernels.collective import SOLO, Traced
 from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall
 from lora.page_image import PageLayout
@@ -57,10 +59,14 @@ def trace_kernels(
     from kernels.triton_launch import recorded_calls
 
     meta = torch.device("meta")
-    sites = lora_sites(model)
-    short, int4 = _shortened(model, int4)
+    size = config.tensor_parallel_size  # all ranks have the same shapes, and so the same kernels
+    shard = Shard(model, 0, size)
+    sites = shard.sites()
+    short_whole, int4 = _shortened(model, int4)
+    short_shard = Shard(short_whole, 0, size)
+    short = short_shard.config
     layout = resolve_layout(short, config, max_model_len)
-    limits = step_limits(config, model, max_model_len, len(layout.groups))
+    limits = step_limits(config, shard.config, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
         has_affine, is_fp8 = config.affine_adapters, config.quantization == "fp8"
         pages = PageLayout(sites, dtype, has_affine=has_affine)
@@ -69,7 +75,9 @@ def trace_kernels(
         # wide vocabulary can be larger than eight pages of a small model's layers.
         has_adapters = config.adapter_pool_bytes != 0
         adapters = (
-            zero_adapters(lora_sites(short), limits, has_affine=has_affine) if has_adapters else ()
+            zero_adapters(short_shard.sites(), limits, has_affine=has_affine)
+            if has_adapters
+            else ()
         )
         room = max(_POOL_PAGES * pages.page_bytes, sum(map(pages.num_bytes, adapters)))
         pool_bytes = max(config.adapter_pool_bytes or 0, room)
@@ -86,8 +94,9 @@ def trace_kernels(
                 pages.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
             )
         kv = allocate_kv_cache(short, layout, 1, dtype, meta)
+        weights = empty_weights(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4)
         steps = DeviceSteps(
-            Model(short, empty_weights(short, dtype, meta, is_fp8=is_fp8, int4=int4), max_len=1),
+            Model(short, weights, max_len=1, ranks=SOLO if size == 1 else Traced(size)),
             kv,
             pool,
             limits,

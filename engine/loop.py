@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # An engine that sleeps while there is work tries a step after this time. A stuck engine changes
 # nothing in that step; any other was put to sleep wrongly.
 _WATCH_S = 1.0
+_FAULT_S = 3.0  # for the loop to end by itself after a fault
 
 T = TypeVar("T")
 
@@ -54,15 +55,20 @@ class EngineLoop:
             self._is_stopping = True
             self._wakeup.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(None if self._death is None else _FAULT_S)
         elif self._death is None:  # never started
             self._die(EngineDeadError("the engine was stopped"))
 
     def fail(self, fault: EngineDeadError) -> None:
-        """Ends the loop with this error before its next step. Any thread may call it."""
+        """Ends the loop with this error before its next step. Any thread may call it. A step that
+        waits for a lost device holds back its thread, but not the end of the requests."""
         with self._wakeup:
             self._fault = fault
             self._wakeup.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_FAULT_S)
+            if self._thread.is_alive():
+                self._die(fault)
 
     def call(self, command: Callable[[], None]) -> Future[None]:
         """Runs a command between two steps. Once the loop has ended, the future holds
@@ -181,7 +187,10 @@ class EngineLoop:
             self._awaited.append((condition, future))
 
     def _die(self, death: EngineDeadError) -> None:
+        """Does nothing the second time."""
         with self._wakeup:
+            if self._death is not None:
+                return
             self._death = death
             commands = tuple(self._commands)
             self._commands.clear()

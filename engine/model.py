@@ -68,6 +68,11 @@ class Model:
         self._head_site, self._embedding_site = sites[-2:]
 
     @property
+    def ranks(self) -> Collective:
+        """The exchanges with the other ranks."""
+        return self._ranks
+
+    @property
     def table_bytes(self) -> int:
         """The bytes of the rotary tables: 134 MB for 131,072 positions of heads of 256."""
         tables = {id(table): table.nbytes for table in self._cos_sin if table is not None}

@@ -70,6 +70,21 @@ def prompt_logits(
         yield begin, logits
 
 
+def run_prompt_logits(
+    inputs: ForwardInputs,
+    hidden: torch.Tensor,
+    counts: Sequence[int],  # of each sequence that has prompt rows, in order
+    model: Model,
+    pool: AdapterPool,
+) -> None:
+    """Computes the logits of all prompt rows beside a rank that reads them."""
+    first = inputs.num_samples
+    for count in counts:
+        for _ in prompt_logits(inputs, hidden, first, count, model, pool):
+            pass
+        first += count
+
+
 def completed(samples: Sequence[Sample], found: Sequence[Found]) -> tuple[Sample, ...]:
     """Adds the log-probabilities to the samples. A sequence whose prompt logits are not finite
     gives no token either: the same weights and KV produced both."""

@@ -10,7 +10,7 @@ from engine.inputs import StepArrays, forward_inputs, step_arrays
 from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.parallel.group import Group
-from engine.prompt_logprobs import completed, find_prompt_logprobs, prompt_logits
+from engine.prompt_logprobs import completed, find_prompt_logprobs, run_prompt_logits
 from engine.sampler import by_sequence, sample
 from engine.types import Sample, ScheduledBatch
 from lora.pool import AdapterPool
@@ -51,7 +51,7 @@ class ReferenceSteps:
         step = step_arrays(batch, self._kv.block_size)
         inputs = forward_inputs(step, self._kv.block_size, self._kv.k[0].device, self._pool)
         # Whatever follows the exchanges concerns this rank only and may fail.
-        with self._group.lockstep(step) if self._group is not None else nullcontext():
+        with self._group.launch_arrays(step) if self._group is not None else nullcontext():
             hidden = self._model.forward(inputs, self._kv, self._pool)
             logits = None
             if step.num_samples:
@@ -67,8 +67,4 @@ def follow(model: Model, kv: KVCache, pool: AdapterPool, step: StepArrays) -> No
     hidden = model.forward(inputs, kv, pool)
     if step.num_samples:
         model.logits(hidden[: step.num_samples], inputs, 0, pool)
-    first = step.num_samples
-    for count in step.prompt_rows:
-        for _ in prompt_logits(inputs, hidden, first, count, model, pool):
-            pass
-        first += count
+    run_prompt_logits(inputs, hidden, step.prompt_rows, model, pool)

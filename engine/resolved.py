@@ -33,12 +33,24 @@ def resolve_backend(config: EngineConfig, device: torch.device) -> bool:
     return wants
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
+def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """Returns the device of a rank: of several ranks the one of its number. Raises
+    UnsupportedModelError."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise UnsupportedModelError("device is cuda: torch finds no CUDA device")
     use_cuda = config.device == "cuda" or (config.device == "auto" and has_cuda)
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    size = config.tensor_parallel_size
+    if size == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if (count := torch.cuda.device_count()) < size:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}: each rank needs a CUDA device of its own, and torch "
+            f"finds {count}"
+        )
+    return torch.device("cuda", rank)
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -79,25 +91,30 @@ def serves_ranks(quantization: QuantizationSetting) -> bool:
     return quantization in ("none", "auto")
 
 
-def resolve_shard(
-    config: EngineConfig, model: ModelConfig, device: torch.device, *, uses_triton: bool
-) -> Shard:
+def check_ranks(config: EngineConfig, device: torch.device) -> None:
+    """Raises UnsupportedModelError for a setting that several ranks have on a CPU only."""
+    size = config.tensor_parallel_size
+    if size == 1 or device.type == "cpu":
+        return
+    where = f"tensor_parallel_size is {size} on CUDA devices: "
+    if config.speculation != "off":
+        raise UnsupportedModelError(f"{where}speculation is {config.speculation}, and must be off")
+    if config.kv_host_bytes:
+        raise UnsupportedModelError(f"{where}kv_host_bytes is {config.kv_host_bytes}, use 0")
+
+
+def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
     """Returns the first rank's part of the base. Raises UnsupportedModelError."""
     size = config.tensor_parallel_size
     if not 1 <= size <= MAX_RANKS:
         raise UnsupportedModelError(
             f"tensor_parallel_size is {size}, but must be between 1 and {MAX_RANKS}"
         )
-    if size > 1:
-        where = f"tensor_parallel_size is {size}: "
-        if device.type == "cuda":
-            raise UnsupportedModelError(where + "on CUDA only 1 is supported in this version")
-        if uses_triton:
-            raise UnsupportedModelError(where + "backend triton supports only 1, use reference")
-        if not serves_ranks(config.quantization):
-            raise UnsupportedModelError(
-                where + f"quantization {config.quantization} supports only 1, use none"
-            )
+    if size > 1 and not serves_ranks(config.quantization):
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {size}: quantization {config.quantization} supports only 1, "
+            "use none"
+        )
     return Shard(model, 0, size)
 
 

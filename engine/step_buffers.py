@@ -4,7 +4,8 @@ CUDA graphs hold the addresses of the device's copy, so it never moves. The host
 turn: while step n's copy may still wait for the device, step n+1 is written into the other. All
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
 step copies only the columns that it needs. The plan of the head comes first: only steps that need
-it copy it. Models of full and windowed layers have a second block table, and slots of it.
+it copy it. Models of full and windowed layers have a second block table, and slots of it. The words
+are the same on all ranks of a tensor-parallel group: the others copy those of the first.
 """
 
 from __future__ import annotations
@@ -45,23 +46,10 @@ class StepBuffers:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.num_tables = num_tables
-        sizes = {
-            "head": head_words,
-            "seeds": 2 * max_draws,  # 64-bit, hence before fields of any number of words
-            **dict.fromkeys(_PER_TOKEN + SLOTS[1:num_tables], max_tokens),
-            **dict.fromkeys(_PER_DRAW, max_draws),
-            "kv_lens": max_seqs,
-            "query_start": max_seqs + 1,
-            "attention": attention_words,
-            "lora": lora_words,
-        }
-        self._fields: dict[str, _Field] = {}
-        start = 0
-        for name, size in sizes.items():
-            self._fields[name] = _Field(start, size)
-            start += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self._tables_start = start
-        num_words = start + num_tables * max_seqs * max_blocks
+        self._fields, self._tables_start = _place(
+            max_tokens, max_seqs, max_draws, attention_words, lora_words, head_words, num_tables
+        )
+        num_words = self._tables_start + num_tables * max_seqs * max_blocks
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._tables = tuple(
             torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
@@ -72,10 +60,33 @@ class StepBuffers:
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         self._turn = 0
+        # The ends of the copies from the two; None: there was none yet, or no device.
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+
+    @staticmethod
+    def num_words(
+        max_tokens: int,
+        max_seqs: int,
+        max_draws: int,
+        max_blocks: int,
+        attention_words: int,
+        lora_words: int,
+        head_words: int,
+        num_tables: int = 1,
+    ) -> int:
+        """Returns the words of buffers of these sizes."""
+        _, tables_start = _place(
+            max_tokens, max_seqs, max_draws, attention_words, lora_words, head_words, num_tables
+        )
+        return tables_start + num_tables * max_seqs * max_blocks
 
     def begin(self) -> None:
-        """Begins a new step on the host. The step before last must have been collected."""
+        """Begins a new step on the host. Waits until the step before last was copied, which it is
+        where that step was collected."""
         self._turn ^= 1
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
 
     def host(self, name: str) -> Words:
         field = self._fields[name]
@@ -115,11 +126,51 @@ class StepBuffers:
         numbers."""
         return tuple(table[:num_rows] for table in self._tables)
 
+    def words(self, num_rows: int, width: int, *, with_head: bool = False) -> Words:
+        """Returns the part of the host's buffer that `send` copies."""
+        words: Words = self._hosts[self._turn].numpy()[self._span(num_rows, width, with_head)]
+        return words
+
     def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""
-        start = 0 if with_head else self._fields["seeds"].start
-        end = self._tables_start + len(self._tables) * num_rows * width
-        self._device[start:end].copy_(self._hosts[self._turn][start:end], non_blocking=True)
-        packed = self._device[self._tables_start : end].view(-1, num_rows, width)
+        span = self._span(num_rows, width, with_head)
+        self._device[span].copy_(self._hosts[self._turn][span], non_blocking=True)
+        if self._device.is_cuda:
+            sent = self._sent[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            sent.record()
+            self._sent[self._turn] = sent
+        packed = self._device[self._tables_start : span.stop].view(-1, num_rows, width)
         for table, entries in zip(self._tables, packed.unbind(), strict=True):
             table[:num_rows, :width].copy_(entries)
+
+    def _span(self, num_rows: int, width: int, with_head: bool) -> slice:
+        start = 0 if with_head else self._fields["seeds"].start
+        return slice(start, self._tables_start + len(self._tables) * num_rows * width)
+
+
+def _place(
+    max_tokens: int,
+    max_seqs: int,
+    max_draws: int,
+    attention_words: int,
+    lora_words: int,
+    head_words: int,
+    num_tables: int,
+) -> tuple[dict[str, _Field], int]:
+    """Returns the places of the fields, and that of the tables behind them."""
+    sizes = {
+        "head": head_words,
+        "seeds": 2 * max_draws,  # 64-bit, hence before fields of any number of words
+        **dict.fromkeys(_PER_TOKEN + SLOTS[1:num_tables], max_tokens),
+        **dict.fromkeys(_PER_DRAW, max_draws),
+        "kv_lens": max_seqs,
+        "query_start": max_seqs + 1,
+        "attention": attention_words,
+        "lora": lora_words,
+    }
+    fields: dict[str, _Field] = {}
+    start = 0
+    for name, size in sizes.items():
+        fields[name] = _Field(start, size)
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return fields, start

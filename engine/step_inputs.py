@@ -19,13 +19,14 @@ from engine.inputs import (
     LoraReach,
     SamplingInputs,
     logit_rows,
-    lora_batch,
+    num_prompt_logprobs,
     reach_of,
 )
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import StepBuffers, Words
+from engine.step_layout import Runs, StepLayout
 from engine.step_rows import write_attention, write_sampling, write_tables, write_tokens
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
-from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
+from kernels.lora_plan import LoraPlan, LoraPlanCounts, lora_plan_size, write_lora_plan
 from kernels.paged_plan import (
     AttentionScratch,
     HeadShape,
@@ -33,12 +34,13 @@ from kernels.paged_plan import (
     WorkCounts,
     work_size,
 )
+from lora.mapping import build_lora_batch
 from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
 
 _NO_PAGES = PageList((), ())
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"  # the kinds of the two optional sites
-Runs = list[tuple[tuple[int, ...], int]]
+PageRuns = list[tuple[tuple[int, ...], int]]
 Weights = list[tuple[float, ...]] | None  # of the pages of each run; None: all are 1
 
 
@@ -69,6 +71,31 @@ def is_decode(batch: ScheduledBatch) -> bool:
     return all(part.samples and part.known_end - part.start == 1 for part in batch.sequences)
 
 
+def max_words(max_tokens: int, limits: StepLimits) -> int:
+    """Returns the 32-bit words that a step of up to `max_tokens` takes at most, whatever the size
+    of the pool."""
+    pages = limits.max_seqs * limits.max_rank_pages
+    return StepBuffers.num_words(
+        *_sizes(max_tokens, limits, pages, is_decode=False), limits.num_tables
+    )
+
+
+def _sizes(
+    max_tokens: int, limits: StepLimits, max_pages: int, is_decode: bool
+) -> tuple[int, int, int, int, int, int, int]:
+    """Returns those that `StepBuffers` takes first."""
+    return (
+        max_tokens,
+        limits.max_seqs,
+        limits.max_draws,
+        limits.max_blocks,
+        work_size(limits.max_seqs, max_tokens, limits.heads),
+        lora_plan_size(max_tokens, max_pages, large=not is_decode),
+        # A decode's logits have the rows of its tokens, and their plan.
+        0 if is_decode else lora_plan_size(limits.max_draws, max_pages, large=False),
+    )
+
+
 class StepInputs:
     def __init__(
         self,
@@ -90,16 +117,7 @@ class StepInputs:
         # Of all adapters in one step together.
         self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
         self._buffers = StepBuffers(
-            max_tokens,
-            limits.max_seqs,
-            limits.max_draws,
-            limits.max_blocks,
-            work_size(limits.max_seqs, max_tokens, limits.heads),
-            lora_plan_size(max_tokens, self._max_pages, large=not is_decode),
-            # A decode's logits have the rows of its tokens, and their plan.
-            0 if is_decode else lora_plan_size(limits.max_draws, self._max_pages, large=False),
-            drawn.device,
-            limits.num_tables,
+            *_sizes(max_tokens, limits, self._max_pages, is_decode), drawn.device, limits.num_tables
         )
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
@@ -145,9 +163,8 @@ class StepInputs:
 
     def write_for_graph(
         self, batch: ScheduledBatch, drawn_rows: Mapping[Sequence, int], size: int
-    ) -> LoraReach:
-        """Fills and sends the inputs of `for_graph(size)`. Returns the reach of the rows'
-        adapters.
+    ) -> StepLayout:
+        """Fills the inputs of `for_graph(size)` on the host.
 
         Each token of a draft is a row of its own, with the block table of its sequence: its keys
         end at its position, so it sees the tokens before it, whose keys the layer has written."""
@@ -155,7 +172,7 @@ class StepInputs:
         parts = batch.rows
         buffers, block_size = self._buffers, self._limits.block_size
         write_tokens(buffers, parts, drawn_rows, size, block_size)
-        write_attention(buffers, parts, size, self._limits.heads)
+        counts = write_attention(buffers, parts, size, self._limits.heads)
         write_sampling(buffers, parts, size)
         runs, weights = self._lora_runs(adapter_runs(batch.sequences), size - len(parts))
         kinds = self.site_kinds(batch.sequences)
@@ -171,8 +188,23 @@ class StepInputs:
                 has_head=_HEAD in kinds,
                 has_embedding=_EMBEDDING in kinds,
             )
-        buffers.send(size, write_tables(buffers, parts, size, block_size))
-        return reach
+        width = write_tables(buffers, parts, size, block_size)
+        return StepLayout(True, size, reach, len(parts), size, width, counts, len(parts))
+
+    def words(self, layout: StepLayout) -> Words:
+        """Returns the numbers of the step that was written last, on the host."""
+        return self._buffers.words(
+            layout.num_sequences, layout.width, with_head=layout.head is not None
+        )
+
+    def copy(self, layout: StepLayout, words: Words) -> None:
+        """Writes a step of which another rank wrote the numbers."""
+        self._buffers.begin()
+        self.words(layout)[:] = words
+
+    def send(self, layout: StepLayout) -> None:
+        """Sends the step that was written last to the device."""
+        self._buffers.send(layout.num_sequences, layout.width, with_head=layout.head is not None)
 
     def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
         """Returns the inputs of `size` tokens of any sequences, without attention; `write(...,
@@ -195,15 +227,15 @@ class StepInputs:
         drawn_rows: Mapping[Sequence, int],
         kinds: frozenset[str],
         size: int | None = None,
-    ) -> ForwardInputs:
-        """Writes any batch of up to `max_tokens`, padded to `size` tokens for the pieces of that
-        size. `kinds`: the `site_kinds` of its sequences."""
+    ) -> StepLayout:
+        """Writes any batch of up to `max_tokens` on the host, padded to `size` tokens for the
+        pieces of that size. `kinds`: the `site_kinds` of its sequences."""
         self._buffers.begin()
         parts = batch.sequences
         num_tokens = size or batch.num_tokens
         buffers, block_size = self._buffers, self._limits.block_size
         query_start = write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
-        counts = write_attention(buffers, parts, len(parts), self._limits.heads)
+        work = write_attention(buffers, parts, len(parts), self._limits.heads)
         sampling = batch.rows
         write_sampling(buffers, sampling, len(sampling))
         rows = logit_rows(parts, query_start)
@@ -212,49 +244,82 @@ class StepInputs:
         lora = None
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
-            max_pages = self._max_pages
-            found = write_lora_plan(
+            lora = write_lora_plan(
                 self._buffers.host("lora"),
                 runs,
                 self.max_tokens,
-                max_pages,
+                self._max_pages,
                 weights,
                 has_embedding=_EMBEDDING in kinds,
             )
-            affine = reach is LoraReach.AFFINE
-            lora = LoraPlan.for_step(
-                self._buffers.device("lora"), found, self.max_tokens, max_pages, has_affine=affine
-            )
-        head = self._write_head(sampling) if _HEAD in kinds else None
-        width = write_tables(buffers, parts, len(parts), block_size)
-        buffers.send(len(parts), width, with_head=head is not None)
-        plans = self._attention(len(parts), counts)
-        return self._forward_inputs(
-            num_tokens, plans, lora, head, parts, rows, len(sampling), reach
+        prompt_rows = tuple(count for part in parts if (count := num_prompt_logprobs(part)))
+        return StepLayout(
+            is_decode=False,
+            size=size,
+            reach=reach,
+            num_tokens=batch.num_tokens,
+            num_sequences=len(parts),
+            width=write_tables(buffers, parts, len(parts), block_size),
+            work=work,
+            num_samples=len(sampling),
+            num_logit_rows=len(rows),
+            lora=lora,
+            head=self._write_head(sampling) if _HEAD in kinds else None,
+            prompt_rows=prompt_rows,
+            prompt_runs=tuple(adapter_runs(parts)) if prompt_rows and _HEAD in kinds else None,
         )
 
-    def for_prompts(self, inputs: ForwardInputs, batch: ScheduledBatch) -> ForwardInputs:
+    def inputs(self, layout: StepLayout) -> ForwardInputs:
+        """Returns the inputs of a step that `write` wrote, here or on another rank."""
+        lora = head = None
+        if layout.lora is not None:
+            affine = layout.reach is LoraReach.AFFINE
+            lora = LoraPlan.for_step(
+                self._buffers.device("lora"),
+                layout.lora,
+                self.max_tokens,
+                self._max_pages,
+                has_affine=affine,
+            )
+        if layout.head is not None:
+            head = LoraPlan.for_step(
+                self._buffers.device("head"),
+                layout.head,
+                self._limits.max_draws,
+                self._max_pages,
+                large=False,
+            )
+        rows = self._buffers.host("logit_rows")[: layout.num_logit_rows].tolist()
+        return self._forward_inputs(
+            layout.size or layout.num_tokens,
+            self._attention(layout.num_sequences, layout.work),
+            lora,
+            head,
+            tuple(rows),
+            layout.num_samples,
+            layout.reach,
+        )
+
+    def for_prompts(self, inputs: ForwardInputs, runs: Runs | None) -> ForwardInputs:
         """Returns inputs for the logits of prompt rows, which stay valid when the buffers have the
-        next step."""
-        parts = batch.sequences
-        lora = None
-        if _HEAD in self.site_kinds(parts):
-            lora = lora_batch(parts, self._pool, self._drawn.device)
+        next step. `runs`: as `StepLayout.prompt_runs`."""
+        lora = None if runs is None else build_lora_batch(self._pool, runs, self._drawn.device)
         return replace(inputs, head_lora=lora)
 
-    def _write_head(self, sampling: tuple[ScheduledSequence, ...]) -> LoraPlan | None:
+    def _write_head(self, sampling: tuple[ScheduledSequence, ...]) -> LoraPlanCounts | None:
         """Writes the plan of the rows that sample; None: none of their adapters has the head."""
         if _HEAD not in self.site_kinds(sampling):
             return None
-        max_draws, max_pages = self._limits.max_draws, self._max_pages
         keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
         runs, weights = self._lora_runs(keys, 0)
-        host = self._buffers.host("head")
-        found = write_lora_plan(
-            host, runs, max_draws, max_pages, weights, large=False, has_head=True
-        )
-        return LoraPlan.for_step(
-            self._buffers.device("head"), found, max_draws, max_pages, large=False
+        return write_lora_plan(
+            self._buffers.host("head"),
+            runs,
+            self._limits.max_draws,
+            self._max_pages,
+            weights,
+            large=False,
+            has_head=True,
         )
 
     def _forward_inputs(
@@ -263,8 +328,7 @@ class StepInputs:
         attention: tuple[PagedPlan, ...],
         lora: LoraPlan | None,
         head: LoraPlan | None = None,
-        parts: tuple[ScheduledSequence, ...] = (),
-        rows: tuple[int, ...] = (),
+        rows: tuple[int, ...] | None = None,
         num_samples: int = 0,
         reach: LoraReach = LoraReach.ALL,
     ) -> ForwardInputs:
@@ -274,8 +338,8 @@ class StepInputs:
             positions=device("positions")[:num_tokens],
             slots=self._buffers.device_slots(num_tokens),
             attention=attention,
-            logit_rows=device("logit_rows")[: len(rows)] if parts else None,
-            host_logit_rows=rows,
+            logit_rows=None if rows is None else device("logit_rows")[: len(rows)],
+            host_logit_rows=rows or (),
             num_samples=num_samples,
             lora=lora,
             head_lora=head,
@@ -305,9 +369,9 @@ class StepInputs:
 
     def _lora_runs(
         self, keys: Iterable[tuple[str | None, int]], num_padding: int
-    ) -> tuple[Runs, Weights]:
+    ) -> tuple[PageRuns, Weights]:
         """Returns the runs of the plan. `keys`: the adapter key and the rows of each, in order."""
-        runs: Runs = []
+        runs: PageRuns = []
         weights: list[tuple[float, ...]] = []
         lists: dict[str | None, PageList] = {None: _NO_PAGES}
         for key, num_rows in keys:

@@ -135,15 +135,15 @@ def load_shard(
 
 
 def empty_weights(
-    config: ModelConfig,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
     *,
     is_fp8: bool = False,
     int4: Int4Forms = NO_INT4,
 ) -> Weights:
-    """Returns weights of any content; on the meta device, shapes without memory."""
-    return _Builder(Shard(config), dtype, device, is_fp8=is_fp8, int4=int4).build()
+    """Returns a rank's weights, of any content; on the meta device, shapes without memory."""
+    return _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4).build()
 
 
 def random_weights(

@@ -1,15 +1,16 @@
-"""The exchanges of the ranks that compute one model together: a sum, and columns side by side.
+"""The exchanges of the ranks that compute one model together: a sum, columns side by side, and the
+first rank's numbers.
 
-Each rank adds the parts of all ranks in their order, so every rank has the same bits, and a row's
-do not depend on the rows beside it. Backends: `SOLO`, one rank, whose callers exchange nothing;
-gloo, over the CPU, the reference. Every rank makes the same calls in the same order; a call that
-cannot end raises RuntimeError. Uses tensors only.
+Every rank gets the same bits. Backends: `SOLO`, one rank, whose callers exchange nothing; gloo,
+over the CPU, the reference, which adds the parts in the order of the ranks, so that a row's bits do
+not depend on the rows beside it; `kernels.cuda_collective`, between CUDA devices. Every rank makes
+the same calls in the same order; on a CPU a call that cannot end raises RuntimeError. Uses tensors
+only.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +26,20 @@ class Collective(Protocol):
     size: int  # number of ranks; 1: no call is made
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of all ranks' x [T, H], added in float32 and rounded once."""
+        """Returns the sum of all ranks' x [T, H], valid until the next sum; x may be overwritten.
+        Of two ranks it is rounded once."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' x [T, C] side by side, [T, size * C]."""
+        ...
+
+    def broadcast_(self, x: torch.Tensor) -> None:
+        """Overwrites x, which is contiguous, with the first rank's."""
+        ...
+
+    def abort(self) -> None:
+        """Lets go of the other ranks, which may be gone. No call follows."""
         ...
 
 
@@ -44,6 +54,12 @@ class Solo:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def broadcast_(self, x: torch.Tensor) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
 
 
 SOLO = Solo()
@@ -77,6 +93,13 @@ class Gloo:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
+    def broadcast_(self, x: torch.Tensor) -> None:
+        if x.numel():
+            self._group.broadcast(x, 0).wait()
+
+    def abort(self) -> None:
+        """Does nothing: the connections end with the processes."""
+
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of all ranks, in their order."""
         parts = [
@@ -87,8 +110,23 @@ class Gloo:
         return parts
 
 
-def meet(path: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Gloo:
-    """Joins the ranks that name the same file, which none of them has made before."""
-    store = _C10D.FileStore(str(path), size)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return Gloo(store, rank, size, timeout_s)
+class Traced:
+    """Stands for several ranks where launches are recorded on meta tensors: it exchanges nothing
+    and has the shapes of all."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((x.shape[0], self.size * x.shape[1]))
+
+    def broadcast_(self, x: torch.Tensor) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass

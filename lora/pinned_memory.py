@@ -145,12 +145,23 @@ def _locked_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
+def register(memory: torch.Tensor) -> None:
+    """Locks the pages of [bytes] uint8 that begin at a page, e.g. of memory that processes share,
+    until the tensor (slices of it do not count) is gone: no copy from it may be under way then."""
+    whole = memory.as_strided((_locked_bytes(memory.numel()),), (1,))
+    _register(whole)
+    weakref.finalize(memory, _unlock_all, [whole]).atexit = False
+
+
 def _lock_pages(num_bytes: int) -> torch.Tensor:
-    size = _locked_bytes(num_bytes)
-    buffer = map_memory(size).zero_()
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
+    buffer = map_memory(_locked_bytes(num_bytes)).zero_()
+    _register(buffer)
     return buffer
+
+
+def _register(buffer: torch.Tensor) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
 
 
 def _unlock_all(buffers: Iterable[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ adapter names, requests and files. One thread calls it, except for `pack`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -51,10 +51,12 @@ class AdapterPool:
         max_list: int = MAX_RANK_PAGES,
         *,
         has_affine: bool = True,
+        allocate_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
         `copier`: None selects the device's, none on a CPU. `max_list`: the most pages of a key.
-        `has_affine`: also for adapters with affine rows, as DoRA and biases need."""
+        `has_affine`: also for adapters with affine rows, as DoRA and biases need. `allocate_host`:
+        returns memory for images; None: such as the device's copies need."""
         self.dtype = dtype
         self.device = torch.device(device)
         self.serves_affine = has_affine
@@ -75,7 +77,7 @@ class AdapterPool:
         self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
         self._protected: frozenset[str] = frozenset()  # not dropped by insertions
         spare_bytes = min(self._layout.page_bytes, host_bytes)
-        self._allocate_host = allocator(host_bytes, spare_bytes, self.device)
+        self._allocate_host = allocate_host or allocator(host_bytes, spare_bytes, self.device)
         self._host = HostTier(host_bytes)
         self._num_copied = 0  # copies to the device
         self._leaving: set[str] = set()  # removed while referenced
@@ -257,13 +259,9 @@ class AdapterPool:
     def wait_pending(self) -> None:
         """Blocks until one more adapter can be acquired: about 2 ms for 84 MB. For an idle
         engine."""
-        num_arriving = len(self._arriving)
-        while (
-            self._copies is not None
-            and self._copies.is_busy
-            and len(self._arriving) == num_arriving
-        ):
-            self._copies.wait()
+        count, copies = len(self._arriving), self._copies
+        while copies is not None and copies.is_busy and len(self._arriving) == count:
+            copies.wait()
             self.land_copies()
 
     def pin(self, digest: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from engine.decode_graphs import DecodeGraphs, GraphKey
@@ -12,7 +15,7 @@ from engine.runner import ModelRunner
 class CalledGraphs(DecodeGraphs):
     """Calls what a graph would replay."""
 
-    def __init__(self, steps: DeviceSteps, sizes: tuple[int, ...]) -> None:
+    def __init__(self, steps: DeviceSteps, sizes: tuple[int, ...] = (1, 8)) -> None:
         super().__init__(sizes, steps._run_static)
         self.replayed: list[GraphKey] = []
 
@@ -28,3 +31,32 @@ def with_graphs(runner: ModelRunner, sizes: tuple[int, ...] = (1, 8)) -> CalledG
     assert isinstance(runner._steps, DeviceSteps)
     graphs = runner._steps._graphs = CalledGraphs(runner._steps, sizes)
     return graphs
+
+
+def call_graphs_everywhere() -> None:
+    """Lets every runner of this process call what it would replay."""
+    begin = DeviceSteps.__init__
+
+    def begin_with_graphs(self: DeviceSteps, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._graphs = CalledGraphs(self)
+
+    DeviceSteps.__init__ = begin_with_graphs  # type: ignore[method-assign]
+
+
+def use_few_programs(replace: Callable[[Any, str, int], None]) -> None:
+    """Reduces the programs that walk the tiles: interpreted one after the other, they are slow."""
+    from kernels import (
+        triton_lora_expand,
+        triton_lora_rope_kv_write,
+        triton_lora_shrink,
+        triton_lora_silu_mul,
+    )
+
+    for module in (
+        triton_lora_expand,
+        triton_lora_rope_kv_write,
+        triton_lora_shrink,
+        triton_lora_silu_mul,
+    ):
+        replace(module, "NUM_PROGRAMS", 4)

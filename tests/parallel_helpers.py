@@ -15,7 +15,8 @@ from engine.model import Model
 from engine.model_config import lora_sites, read_model_config
 from engine.parallel.shards import Shard
 from engine.weights import load_weights
-from kernels.collective import Collective, meet
+from kernels.collective import Collective
+from kernels.rendezvous import meet
 from lora.adapter import Adapter, read_adapter
 from lora.pool import AdapterPool
 from tests.family_bases import CPU, Decoder

@@ -201,6 +201,7 @@ def test_environment_is_read_only_in_configuration_and_launcher() -> None:
         "serve_app/config/environment.py",
         "serve_app/home.py",  # LORAPLEX_HOME
         "serve_app/cli/commands/serve.py",
+        "kernels/exchange_environment.py",  # switches of NCCL and torch that have no other place
         "registry/__init__.py",  # before mlflow is imported: no telemetry, no progress bars
         "registry/mlflow_errors.py",  # timeouts that MLflow reads from nowhere else
     }

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import EngineDeadError, EngineError, UnsupportedModelError
 from engine.factory import FolderReader, open_engine
+from engine.resolved import resolve_device
 from engine.runner import ModelRunner
 from engine.types import Request, Sample, SamplingParams, adapter_key
 from lora.adapter_key import WeightedAdapter
@@ -310,6 +312,15 @@ def test_what_ranks_cannot_do_is_refused_before_a_process_starts(
     with pytest.raises(UnsupportedModelError, match=words):
         make_runner(base, **changes)
     assert _children() == before
+
+
+def test_each_rank_needs_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = EngineConfig("", "", device="cuda", tensor_parallel_size=2)
+    assert [str(resolve_device(config, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(UnsupportedModelError, match=r"4: each rank needs a CUDA .* finds 2"):
+        resolve_device(replace(config, tensor_parallel_size=4))
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_rank(base: Path) -> None:

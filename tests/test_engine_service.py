@@ -352,6 +352,17 @@ async def test_when_the_loop_dies_every_waiter_hears_of_it(
     await asyncio.gather(submit, return_exceptions=True)  # in before the end, or refused
 
 
+async def test_a_lost_device_ends_streams_though_its_step_never_returns(
+    engine: AsyncEngine, runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loop._FAULT_S", 0.1)
+    reads = asyncio.create_task(collect(engine, make_request("a")))
+    await until(lambda: engine.last_step_age_s() > 0)  # the step has no permit
+    await asyncio.to_thread(engine.fail, EngineDeadError("rank 1 of 2 died"))
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 died"):
+        await reads
+
+
 async def test_stopping_ends_streams_too(engine: AsyncEngine, runner: GatedRunner) -> None:
     stream = engine.generate(make_request("a", max_tokens=LONG))
     runner.permits.release()

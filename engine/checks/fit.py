@@ -68,8 +68,6 @@ class Fit:
             "served as": f"{self.served_as}, {self.weight_bytes / GIB:.2f} GiB{each}",
             "device": f"{self.device}, {self.memory_bytes / GIB:.1f} GiB{each}",
         }
-        if self.num_ranks > 1 and self.device != "CPU":
-            facts["ranks"] = "this version serves them with device: cpu only; on CUDA one rank"
         if self.not_in_4_bits:
             facts["dequantized"] = self.not_in_4_bits
         if not self.fits:

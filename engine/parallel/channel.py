@@ -1,6 +1,6 @@
 """Messages between the first rank and another: small ones over a socket, numbers in shared memory.
 
-A message is a JSON object behind its length, perhaps with an open file; a step's arrays lie in one
+A message is a JSON object behind its length, perhaps with an open file; a step's numbers lie in one
 of two slots of a segment that all ranks map. The end of the socket tells each side at once that the
 other died. Nothing is pickled, and nothing has a name that could outlive the processes: segments
 are anonymous files (memfd), passed over the socket.
@@ -22,7 +22,8 @@ import torch
 
 from engine.inputs import Ints, StepArrays
 from engine.parallel.shards import MAX_RANKS
-from engine.step_inputs import StepLimits
+from engine.step_buffers import Words
+from engine.step_inputs import StepLimits, max_words
 
 _LENGTH = struct.Struct("<I")
 _SEND_S = 10.0  # a peer that reads nothing for so long hangs
@@ -116,12 +117,13 @@ class Shared:
 
 
 class StepSegment:
-    """Two slots for steps, and each rank's last sign of life."""
+    """Two slots for steps, each rank's last sign of life, and how many steps it has taken."""
 
     def __init__(self, slot_ints: int, file: int | None = None) -> None:
         self.slot_ints = slot_ints
         self._shared = Shared(_BEATS_BYTES + 2 * 8 * slot_ints, file)
         self.beats_s = self._shared.floats(0, MAX_RANKS)  # of time.monotonic, which hosts share
+        self.num_taken = self._shared.ints(8 * MAX_RANKS, MAX_RANKS)
         self._slots = [
             self._shared.ints(_BEATS_BYTES + 8 * slot_ints * i, slot_ints) for i in range(2)
         ]
@@ -136,12 +138,25 @@ class StepSegment:
     def read(self, slot: int) -> StepArrays:
         return read_step(self._slots[slot])
 
+    def write_words(self, slot: int, words: Words) -> None:
+        """Raises ValueError if there is no room."""
+        room = self._slots[slot].view(np.int32)
+        if len(words) > len(room):
+            raise ValueError(f"a step of {len(words)} words does not fit {len(room)}")
+        room[: len(words)] = words
+
+    def words(self, slot: int, count: int) -> Words:
+        """Returns a view of what `write_words` wrote, until the slot is written again."""
+        words: Words = self._slots[slot].view(np.int32)[:count]
+        return words
+
 
 def slot_size(max_tokens: int, limits: StepLimits) -> int:
-    """Returns the integers that a step of this size takes at most. Of memory that no step has
-    touched, the system has no pages."""
+    """Returns the integers that a step of this size takes at most, as arrays or as words. Of memory
+    that no step has touched, the system has no pages."""
     of_sequence = 10 + limits.num_tables * limits.max_blocks + _KEY_INTS
-    return 3 * max_tokens + limits.max_seqs * of_sequence + 64
+    arrays = 3 * max_tokens + limits.max_seqs * of_sequence + 64
+    return max(arrays, -(-max_words(max_tokens, limits) // 2))
 
 
 def write_step(slot: Ints, step: StepArrays) -> None:

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +20,57 @@ import torch
 
 from engine.block_copies import open_block_copies
 from engine.config import EngineConfig
+from engine.device_step import DeviceSteps
 from engine.host_blocks import BlockCopier
-from engine.kv_cache import KVCache, allocate_kv_cache
-from engine.model import Model
-from engine.model_config import read_model_config
+from engine.kv_cache import KVCache
 from engine.parallel.adapters import FollowerPool
 from engine.parallel.channel import Link, StepSegment
 from engine.parallel.group import BEAT_S
-from engine.parallel.shards import Shard
+from engine.rank import Rank, Steps
 from engine.reference_step import follow
-from engine.resolved import resolve_dtype, resolve_layout, resolve_max_len
-from engine.weights import load_shard
-from kernels.backend import allow_triton
-from kernels.collective import meet
+from engine.step_layout import StepLayout
+from engine.warm_up import prepare_kernels
+from kernels.kernel_call import KernelCall
 
 logger = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    model: Model
+class _Server:
+    rank: Rank
     kv: KVCache
     copies: BlockCopier | None  # None: KV has no host tier
     pool: FollowerPool
-    shard: Shard
+    steps: Steps
     segment: StepSegment
 
     def obey(self, message: dict[str, Any], file: int | None) -> None:
         match message:
+            case {"do": "launch", "slot": slot, "layout": layout, "num_words": count}:
+                assert isinstance(self.steps, DeviceSteps)
+                words = self.segment.words(slot, count)
+                found = StepLayout.from_json(layout)
+                self.steps.follow(found, words, message["number"], self._note_taken)
+                self.pool.note_launch()
+            case {"do": "draw", "count": count}:
+                assert isinstance(self.steps, DeviceSteps)
+                self.steps.follow_draw(count)
+            case {"do": "prompts", "number": number}:
+                assert isinstance(self.steps, DeviceSteps)
+                self.steps.follow_prompts(number)
+                self.pool.note_launch()
             case {"do": "step", "slot": slot}:
-                follow(self.model, self.kv, self.pool, self.segment.read(slot))
+                step = self.segment.read(slot)
+                self._note_taken()
+                follow(self.rank.model, self.kv, self.pool, step)
             case {"do": "write", "digest": digest, "blocks": blocks}:
-                self.pool.write(digest, blocks)
+                self.pool.write(digest, blocks, message["after"])
+            case {"do": "land", "digest": digest}:
+                self.pool.land(digest)
             case {"do": "keep", "digest": digest, "num_bytes": num_bytes, "shape": shape}:
                 assert file is not None
-                self.pool.keep(self.shard, digest, num_bytes, shape, message["num_blocks"], file)
+                shard = self.rank.shard
+                self.pool.keep(shard, digest, num_bytes, shape, message["num_blocks"], file)
             case {"do": "store", "blocks": blocks, "slots": slots} if self.copies is not None:
                 self.copies.store(blocks, slots)
             case {"do": "load", "blocks": blocks, "slots": slots} if self.copies is not None:
@@ -65,6 +79,10 @@ class _Rank:
                 self.pool.drop(digest)
             case _:
                 raise ValueError(f"an unknown message: {message}")
+
+    def _note_taken(self) -> None:
+        """Lets the first rank write to the slot of the step that was just read."""
+        self.segment.num_taken[self.rank.shard.rank] += 1
 
 
 def main(end: int) -> None:
@@ -92,33 +110,44 @@ def main(end: int) -> None:
 def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     """Ends with EOFError when the first rank does."""
     torch.set_num_threads(opening["num_threads"])
-    allow_triton(False)
     config = EngineConfig(**opening["config"])
-    whole = read_model_config(Path(config.model_path))
-    shard, dtype = Shard(whole, opening["rank"], opening["size"]), resolve_dtype(config, _CPU)
+    rank = Rank(config, opening["rank"])
     try:
-        weights = load_shard(config, shard, dtype, _CPU)
+        rank.load()
     except Exception as error:
         link.send({"error": f"{type(error).__name__}: {error}"})
         raise
     link.send({})
-    link.receive()  # every rank has its weights
-    ranks = meet(Path(opening["store"]), shard.rank, shard.size)
+    link.receive()  # every rank has its weights, and the kernels are compiled
+    rank.open_model(rank.meet(Path(opening["store"])))
     sizes, _ = link.receive()
-    max_len = resolve_max_len(config, whole)
-    layout = resolve_layout(whole, config, max_len)
-    kv = allocate_kv_cache(shard.config, layout, sizes["num_blocks"], dtype, _CPU)
-    rank = _Rank(
-        Model(shard.config, weights, max_len, ranks),
-        kv,
-        open_block_copies(config, kv, None),
-        FollowerPool(shard.sites(), sizes["pool_bytes"], dtype, has_affine=config.affine_adapters),
-        shard,
-        segment,
+    pool = FollowerPool(
+        rank.shard.sites(),
+        sizes["pool_bytes"],
+        rank.dtype,
+        rank.device,
+        has_affine=config.affine_adapters,
     )
+    if rank.is_cuda:
+        link.send({"use": asdict(rank.measure(pool, _kernels(rank)))})
+    sizes, _ = link.receive()
+    kv = rank.allocate_kv(sizes["num_blocks"])
+    steps = rank.make_steps(kv, pool)
+    rank.capture(steps)
+    server = _Server(rank, kv, open_block_copies(config, kv, None), pool, steps, segment)
     link.send({})
     while True:
-        rank.obey(*link.receive())
+        server.obey(*link.receive())
+
+
+def _kernels(rank: Rank) -> frozenset[KernelCall]:
+    """Returns the kernels, which the first rank has compiled."""
+    if not rank.uses_triton:
+        return frozenset()
+    assert rank.capability is not None
+    config, whole, int4 = rank.config, rank.shard.whole, (rank.int4,)
+    length, capability = rank.max_model_len, rank.capability
+    return prepare_kernels(config, whole, rank.dtype, length, capability, int4).calls
 
 
 def _live(end: int, segment: StepSegment, rank: int) -> None:

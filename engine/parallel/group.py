@@ -1,6 +1,7 @@
 """The other ranks of an engine, as the first one sees them: processes, messages, and their end.
 
-    engine thread --message--> each follower: open, serve, keep | write | drop an adapter, step
+    engine thread --message--> each follower: its start; an adapter: keep, write, land, drop;
+                                              a step: step or launch, draw, prompts
     engine thread <--exchanges of the model--> each follower
 
 Followers are children of the process that owns the engine, so that all ranks share a host, see the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import select
 import socket
 import subprocess
@@ -20,16 +22,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineError
 from engine.inputs import StepArrays
 from engine.parallel.channel import Link, StepSegment
-from kernels.collective import Gloo, meet
+from engine.step_buffers import Words
+from engine.step_layout import StepLayout
+from kernels.collective import SOLO, Collective
+from kernels.exchange_environment import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +44,13 @@ _SILENCE_S = 9.0  # with the time to notice and to end the group: within 12 s
 # The limit until all ranks serve. A rank imports its libraries in 3 s, in 20 s on a busy machine,
 # and in minutes from a cold disk elsewhere.
 _START_SILENCE_S = 180.0
+# On CUDA: from the death of a rank to the end of this process, if it hangs and nobody closes it.
+_LAST_RESORT_S = 30.0
+_EXIT_CODE = 70
 _LATE_S = 0.5  # this process was paused, the others perhaps, too
 _EXIT_S = 5.0
+_LAUNCHES = ("launch", "prompts")
+_SLOT_POLL_S = 50e-6
 _NOTICE_S = 2.0  # from an exchange that failed to the exit of the process that is the cause
 # The path of this process's modules is not that of an interpreter which begins.
 _MAIN = (
@@ -58,9 +69,23 @@ class _Follower:
 class Group:
     """Owned by the first rank. One thread calls it, except for `close`."""
 
-    def __init__(self, config: EngineConfig, size: int, slot_ints: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        size: int,
+        slot_ints: int,
+        num_threads: int,
+        *,
+        is_cuda: bool = False,
+    ) -> None:
         """Starts the other ranks, which begin to read their weights. `num_threads`: torch threads
         of each."""
+        if is_cuda:
+            set_environment()
+        self._is_cuda = is_cuda
+        self._ranks: Collective = SOLO
+        self._silence_s = _START_SILENCE_S
+        self._last_resort: threading.Timer | None = None
         self.size = size
         self._death: EngineDeadError | None = None
         self._is_closing = False
@@ -69,7 +94,8 @@ class Group:
         self._folder = TemporaryDirectory(prefix="loraplex-ranks-")
         self._store = Path(self._folder.name) / "store"
         self._segment = StepSegment(slot_ints)
-        self._num_steps = 0
+        self.num_steps = 0  # that all ranks compute, so far
+        self.num_launches = 0  # of what reads adapters
         self._followers: list[_Follower] = []
         self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         try:
@@ -93,20 +119,25 @@ class Group:
     def pids(self) -> tuple[int, ...]:
         return tuple(follower.process.pid for follower in self._followers)
 
-    def meet(self) -> Gloo:
-        """Returns the exchanges, once every rank has its weights. Raises EngineError with a rank's
-        reason, or if a rank hangs."""
+    def meet(self, join: Callable[[Path], Collective]) -> Collective:
+        """Returns the exchanges, once every rank has its weights. `join`: meets the ranks that name
+        the same file. Raises EngineError with a rank's reason, or if a rank hangs."""
         self._await_all("read its weights")
-        self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
-        return meet(self._store, 0, self.size)
-
-    def serve(self, num_blocks: int, pool_bytes: int) -> None:
-        """Returns when every rank has its memory and waits for steps. `num_blocks`: of KV, and
-        `pool_bytes`: of adapters, on each rank."""
-        self.send({"num_blocks": num_blocks, "pool_bytes": pool_bytes})
-        self._await_all("make its memory")
-        self._folder.cleanup()
         self._watcher.start()
+        self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
+        self._ranks = join(self._store)
+        return self._ranks
+
+    def receive_all(self, key: str, what: str) -> list[Any]:
+        """Returns a value from every other rank, which needs no exchange before it answers."""
+        return [answer[key] for answer in self._await_all(what)]
+
+    def serve(self) -> None:
+        """Returns when every rank has its memory and waits for steps."""
+        self._await_all("make its memory")
+        if not self._is_cuda:  # NCCL may read its store later
+            self._folder.cleanup()
+        self._silence_s = _SILENCE_S
 
     def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:
         """Calls back once, from any thread, when a rank has died or hangs."""
@@ -118,33 +149,58 @@ class Group:
 
     def send(self, message: Mapping[str, object], file: int | None = None) -> None:
         """Sends a message to every rank, in the order of the calls and of the steps."""
-        if self._death is not None:
-            raise self._death
+        self.check()
         try:
             for follower in self._followers:
                 follower.link.send(message, file)
         except OSError as error:
             raise self._fail(self._cause() or f"a rank does not listen: {error}") from error
 
-    @contextmanager
-    def lockstep(self, step: StepArrays) -> Iterator[None]:
-        """Has all ranks compute a step while the caller does. An error in between leaves other
-        ranks waiting in an exchange: it ends the group, as EngineDeadError."""
-        # The slot's last step is over on all ranks: they took part in the exchanges of the next.
-        slot = self._num_steps % 2
+    def launch_arrays(self, step: StepArrays) -> AbstractContextManager[None]:
+        """Has all ranks compute a step of the reference backend, as `together`."""
+        slot = self._take_slot()
         self._segment.write(slot, step)
-        self._num_steps += 1
-        self.send({"do": "step", "slot": slot})
+        return self.together({"do": "step", "slot": slot})
+
+    def launch(self, layout: StepLayout, words: Words) -> AbstractContextManager[None]:
+        """Has all ranks launch a step of a device, as `together`."""
+        slot, number = self._take_slot(), self.num_steps - 1
+        self._segment.write_words(slot, words)
+        message = {"do": "launch", "slot": slot, "num_words": len(words), "number": number}
+        return self.together(message | {"layout": layout.to_json()})
+
+    @contextmanager
+    def together(self, message: Mapping[str, object]) -> Iterator[None]:
+        """Has the other ranks do what the message says while the caller does it. An error in
+        between leaves ranks waiting in an exchange: it ends the group, as EngineDeadError."""
+        self.send(message)
+        self.num_launches += message["do"] in _LAUNCHES
         try:
             yield
         except BaseException as error:
             reason = self._cause(_NOTICE_S) or f"a step of {self.size} ranks failed: {error}"
             raise self._fail(reason) from error
 
+    def check(self) -> None:
+        """Raises EngineDeadError if a rank has died or hangs."""
+        if self._death is not None:
+            raise self._death
+
+    def _take_slot(self) -> int:
+        """Returns the slot of the next step, once every rank has taken the step before last out of
+        it: at once but after steps that failed."""
+        while any(self._segment.num_taken[1 : self.size] < self.num_steps - 1):
+            self.check()
+            time.sleep(_SLOT_POLL_S)
+        self.num_steps += 1
+        return (self.num_steps - 1) % 2
+
     def close(self) -> None:
         """Ends the other ranks. Any thread but the watcher may call it, and again."""
         with self._lock:
             self._is_closing = True
+            if self._last_resort is not None:
+                self._last_resort.cancel()
         for follower in self._followers:
             follower.link.shut_down()
         ends_s = time.monotonic() + _EXIT_S
@@ -156,11 +212,14 @@ class Group:
                 follower.process.wait()
         if self._watcher.is_alive():
             self._watcher.join()
+        if self._death is None:  # otherwise `_fail` has
+            self._ranks.abort()
         for follower in self._followers:
             follower.link.close()
         self._folder.cleanup()
 
-    def _await_all(self, what: str) -> None:
+    def _await_all(self, what: str) -> list[dict[str, Any]]:
+        answers = []
         for follower in self._followers:
             self._await_answer(follower, what)
             try:
@@ -173,6 +232,8 @@ class Group:
                 ) from None
             if (error := answer.get("error")) is not None:
                 raise EngineError(f"rank {follower.rank} of {self.size} could not {what}: {error}")
+            answers.append(answer)
+        return answers
 
     def _await_answer(self, follower: _Follower, what: str) -> None:
         """Returns when the rank has sent something, or has ended."""
@@ -211,7 +272,7 @@ class Group:
                 self._fail(self._cause(_NOTICE_S) or "a rank closed its connection")
                 continue
             for follower in self._followers:
-                if (hang := self._hang(follower, polled_s, 0.0, _SILENCE_S)) is not None:
+                if (hang := self._hang(follower, polled_s, 0.0, self._silence_s)) is not None:
                     self._fail(hang)
                     return
 
@@ -239,9 +300,20 @@ class Group:
             logger.error("%s, the engine ends", reason)
         for follower in self._followers:
             follower.process.kill()
+        if self._is_cuda and not is_closing:
+            self._free_this_rank()
         if on_death is not None:
             on_death(death)
         return death
+
+    def _free_this_rank(self) -> None:
+        """Ends the exchanges in which this rank's device waits for one that is gone. If that does
+        not help, nothing but the end of the process does."""
+        self._last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (_EXIT_CODE,))
+        self._last_resort.daemon = True
+        self._last_resort.start()
+        # Not in this thread: the libraries may wait for the device, too.
+        threading.Thread(target=self._ranks.abort, name="abort-exchanges", daemon=True).start()
 
 
 def _start(rank: int) -> _Follower:

@@ -43,9 +43,9 @@ class EngineArgs(Args):
     tensor_parallel_size: int = Field(default=1, ge=1, le=8)
     """Ranks that compute the base together, each with its part of every layer and of the adapters:
     processes of one replica, on one node. It divides `num_attention_heads` and `intermediate_size`
-    of the base's config.json, and divides `num_key_value_heads` or is a multiple of it. More
-    than one rank needs `device: cpu` in this version. `num_blocks`,
-    `kv_cache_bytes` and `adapter_pool_bytes` are those of each rank."""
+    of the base's config.json, and divides `num_key_value_heads` or is a multiple of it. On CUDA a
+    replica takes as many GPUs. More than one rank needs `quantization: none` (or `auto`, which then
+    dequantizes). `num_blocks`, `kv_cache_bytes` and `adapter_pool_bytes` are those of each rank."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -121,11 +121,11 @@ class EngineArgs(Args):
     """CPU: threads of torch, of each rank. By default the usable cores, shared by the ranks."""
 
     @model_validator(mode="after")
-    def _ranks_are_on_a_cpu(self) -> EngineArgs:
-        if self.tensor_parallel_size > 1 and self.device != "cpu":
+    def _ranks_have_whole_types(self) -> EngineArgs:
+        if self.tensor_parallel_size > 1 and self.quantization in ("fp8", "int4"):
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and device is {self.device}: "
-                "more than one rank needs device cpu in this version"
+                f"tensor_parallel_size is {self.tensor_parallel_size} and quantization is "
+                f"{self.quantization}: more than one rank needs quantization none"
             )
         return self
 

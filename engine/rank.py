@@ -1,0 +1,196 @@
+"""One rank of an engine: its device, its part of the base, its KV tensors and its steps.
+
+The first rank, or the only one, belongs to a `ModelRunner`; the others to `engine.parallel`'s
+followers. Until they serve, all ranks make the same calls in the same order, since the steps that
+are measured and captured have exchanges.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device_memory import (
+    EmptyDevice,
+    allocated_bytes,
+    explain_out_of_memory,
+    look_at_empty_device,
+    outside_bytes,
+    peak_bytes,
+)
+from engine.device_step import DeviceSteps
+from engine.int4_forms import NO_INT4, resolve_int4
+from engine.kv_cache import KVCache, allocate_kv_cache
+from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
+from engine.memory_plan import DeviceUse
+from engine.model import Model
+from engine.model_config import read_model_config
+from engine.parallel.group import Group
+from engine.parallel.shards import Shard
+from engine.reference_step import ReferenceSteps
+from engine.resolved import (
+    check_ranks,
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+    resolve_fp8,
+    resolve_layout,
+    resolve_max_len,
+    resolve_shard,
+)
+from engine.step_inputs import StepLimits
+from engine.types import Sample, ScheduledBatch
+from engine.weights import load_shard
+from kernels.collective import SOLO, Collective
+from kernels.compilations import load_kernels
+from kernels.kernel_call import KernelCall
+from kernels.rendezvous import meet
+from lora.pool import AdapterPool
+
+Steps = DeviceSteps | ReferenceSteps
+_MAX_SHARED_BYTES = 16 * 1024**2  # of an exchange; above, NCCL is as fast
+
+
+class Rank:
+    def __init__(self, config: EngineConfig, index: int = 0) -> None:
+        """Resolves what the configuration leaves open, and loads nothing."""
+        self.config = config
+        self.device = resolve_device(config, index)
+        check_ranks(config, self.device)
+        self.uses_triton = resolve_backend(config, self.device)
+        self.dtype = resolve_dtype(config, self.device)
+        self.folder = Path(config.model_path)
+        whole = read_model_config(self.folder)
+        self.max_model_len = resolve_max_len(config, whole)
+        self.layout = resolve_layout(whole, config, self.max_model_len)
+        self.is_cuda = self.device.type == "cuda"
+        capability = None
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+            capability = torch.cuda.get_device_capability(self.device)
+        self.capability = capability
+        of_kernels = capability if self.uses_triton else None
+        self.is_fp8 = resolve_fp8(config, whole, self.dtype, of_kernels)
+        first = resolve_shard(config, whole)
+        self.shard = Shard(whole, index, first.size)
+        self.int4 = NO_INT4
+        if first.size == 1:  # several ranks dequantize
+            self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
+        self.model_config = self.shard.config
+        self.empty: EmptyDevice | None = None  # of a CUDA device
+        self.weight_bytes = 0  # on a CUDA device, with the rotary tables
+        self._exchange_bytes = 0
+
+    @property
+    def limits(self) -> StepLimits:
+        num_tables = len(self.layout.groups)
+        return step_limits(self.config, self.model_config, self.max_model_len, num_tables)
+
+    def load(self) -> None:
+        """Loads this rank's weights."""
+        if self.is_cuda:
+            self.empty = look_at_empty_device(self.device)
+        held = allocated_bytes(self.device) if self.is_cuda else 0
+        with explain_out_of_memory("loading the weights", ("dtype", "quantization", "the device")):
+            self.weights = load_shard(
+                self.config,
+                self.shard,
+                self.dtype,
+                self.device,
+                is_fp8=self.is_fp8,
+                int4=self.int4,
+            )
+        if self.is_cuda:
+            self.weight_bytes = allocated_bytes(self.device) - held
+
+    def meet(self, store: Path) -> Collective:
+        """Returns the exchanges with the other ranks, which name the same file."""
+        hidden = self.shard.whole.hidden_size * self.dtype.itemsize
+        outside = outside_bytes(self.device) if self.is_cuda else 0
+        ranks = meet(
+            store,
+            self.shard.rank,
+            self.shard.size,
+            self.device,
+            min(max_step_tokens(self.config) * hidden, _MAX_SHARED_BYTES),
+        )
+        if self.is_cuda:
+            self._exchange_bytes = max(0, outside_bytes(self.device) - outside)
+        return ranks
+
+    def open_model(self, ranks: Collective = SOLO) -> None:
+        self.model = Model(self.model_config, self.weights, self.max_model_len, ranks)
+        if self.is_cuda:
+            self.weight_bytes += self.model.table_bytes
+
+    def allocate_kv(self, num_blocks: int) -> KVCache:
+        return allocate_kv_cache(
+            self.model_config, self.layout, num_blocks, self.dtype, self.device
+        )
+
+    def make_steps(self, kv: KVCache, pool: AdapterPool, group: Group | None = None) -> Steps:
+        eos = self.model_config.eos_token_ids
+        if not self.uses_triton:
+            return ReferenceSteps(self.model, kv, pool, eos, group)
+        return DeviceSteps(
+            self.model,
+            kv,
+            pool,
+            self.limits,
+            max_step_tokens(self.config),
+            eos,
+            has_pieces=self.config.piecewise_graphs,
+            group=group,
+        )
+
+    @torch.inference_mode()
+    def capture(self, steps: Steps) -> None:
+        """Captures the graphs of steps on a CUDA device."""
+        if not isinstance(steps, DeviceSteps) or not self.is_cuda or self.config.enforce_eager:
+            return
+        with explain_out_of_memory(
+            "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+        ):
+            steps.capture()
+
+    def measure(self, pool: AdapterPool, calls: frozenset[KernelCall]) -> DeviceUse:
+        """Measures the memory of the largest steps, on a cache of a few blocks, and of the
+        kernels' binaries."""
+        assert self.empty is not None
+        config, max_len = self.config, self.max_model_len
+        max_tokens = max_step_tokens(config)
+        batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
+        kv = self.allocate_kv(num_blocks(max_tokens, max_len, config.block_size))
+        steps = self.make_steps(kv, pool)
+        with explain_out_of_memory(
+            "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
+        ):
+            activations = self._exchange_bytes
+            activations += peak_bytes(self.device, lambda: load_kernels(calls))
+            activations += peak_bytes(self.device, lambda: run_step(steps, batch))
+            if isinstance(steps, DeviceSteps):
+                activations += steps.mask_bytes
+            graphs = 0
+            if isinstance(steps, DeviceSteps) and not config.enforce_eager:
+                # One pool for both kinds, but memory that one kind frees need not fit the other.
+                graphs = steps.graphs_overhead + sum(
+                    peak_bytes(self.device, run)
+                    for run in (steps.run_largest_graph, steps.run_largest_pieces)
+                )
+        return DeviceUse(
+            self.empty.total,
+            self.empty.used_by_others,
+            self.weight_bytes,
+            pool.reserved_bytes,
+            activations,
+            graphs,
+        )
+
+
+def run_step(steps: Steps, batch: ScheduledBatch) -> tuple[Sample, ...]:
+    """Launches a step and waits for it."""
+    step = steps.launch(batch)
+    step.draw()
+    return step.collect()

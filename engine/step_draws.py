@@ -1,0 +1,37 @@
+"""The tokens of a step on a device, on their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities on their way to the host, for the rows that requested them."""
+
+    rows: tuple[int, ...]
+    limits: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]  # own [n], ranks [n], top ids [n, k], top [n, k]
+
+    def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+        own, ranks, top_ids, top = (tensor.tolist() for tensor in self.tensors)
+        return {
+            row: TokenLogprobs(
+                token_ids[row],
+                own[i],
+                ranks[i],
+                tuple(zip(top_ids[i][:limit], top[i][:limit], strict=True)),
+            )
+            for i, (row, limit) in enumerate(zip(self.rows, self.limits, strict=True))
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    token_ids: torch.Tensor  # [rows] int32, pinned
+    done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
+    logprobs: Logprobs | None

@@ -1,0 +1,56 @@
+"""The shape of a step: all that its launch reads beside the numbers in its buffers.
+
+The first rank of a tensor-parallel group sends it to the others, which then launch the same step on
+their copy of the numbers. Values only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine.inputs import LoraReach
+from kernels.lora_plan import LoraPlanCounts
+from kernels.paged_plan import WorkCounts
+
+Runs = tuple[tuple[str | None, int], ...]  # adapter key and number of tokens, in order
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    is_decode: bool  # in the buffers of decode graphs; False: in those of all other steps
+    size: int | None  # of the graph, or in tokens of the pieces; None: launched kernel by kernel
+    reach: LoraReach
+    num_tokens: int  # without padding
+    num_sequences: int  # with that of a graph's size
+    width: int  # of the block tables
+    work: WorkCounts
+    num_samples: int
+    num_logit_rows: int = 0  # those that sample, then prompt rows; 0 in a graph
+    lora: LoraPlanCounts | None = None  # None also in graphs: these have bounds instead
+    head: LoraPlanCounts | None = None
+    prompt_rows: tuple[int, ...] = ()  # of each sequence that has some, how many of logit_rows
+    prompt_runs: Runs | None = None  # of all tokens, for prompt rows whose adapters have the head
+    # False: the first rank draws, from logits that it alone changes or later than the launch, and
+    # sends its tokens to the others. True: every rank draws, from the same bits.
+    all_draw: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StepLayout:
+        layout, runs = cls(**values), values["prompt_runs"]
+        return replace(
+            layout,
+            reach=LoraReach(layout.reach),
+            work=WorkCounts(**values["work"]),
+            lora=_counts(values["lora"]),
+            head=_counts(values["head"]),
+            prompt_rows=tuple(layout.prompt_rows),
+            prompt_runs=None if runs is None else tuple((key, count) for key, count in runs),
+        )
+
+
+def _counts(values: dict[str, Any] | None) -> LoraPlanCounts | None:
+    return None if values is None else LoraPlanCounts(**values)

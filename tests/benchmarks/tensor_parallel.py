@@ -1,0 +1,231 @@
+"""Offline throughput of our engine over several ranks, beside the same engine of one.
+
+The engines are open at once and run each case in turns, so that a clock that moves moves all; with
+`--apart` one after another, for bases of which two do not fit. The workload is that of `engine`:
+prompts of 256 random tokens, 128 tokens out, greedy, all requests at once, with each number of
+distinct adapters of rank 16. `--exchange` measures the exchanges alone, by size and way, in CUDA
+graphs of several.
+
+    python -m tests.benchmarks.tensor_parallel --out FILE [--ranks 1,2] [--requests 1,32,256]
+        [--distinct 0,32] [--exchange]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.collective import Collective
+from kernels.rendezvous import meet
+from tests.benchmarks.cases import Case
+from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
+from tests.benchmarks.report import Report, print_table
+from tests.benchmarks.shapes import SHAPES
+from tests.rank_processes import on_processes
+
+WARM_UP_TOKENS = 8
+HOST_BYTES = 8 * 1024**3
+EXCHANGE_BYTES = [8 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
+EXCHANGES = 16  # in a graph
+REPLAYS = 20
+COLUMNS = 1024
+WAYS: dict[str, int | None] = {"one shot": 1 << 60, "two shot": 0, "usual": None}
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    numbers = [int(one) for one in args.distinct.split(",")]
+    cases: dict[str, Case] = {}
+    for count in map(int, args.requests.split(",")):
+        for distinct in numbers:
+            case = Case(
+                "small", count, min(count, distinct), prompt=args.prompt, output=args.output
+            )
+            cases[case.name] = case
+    return list(cases.values())
+
+
+def open_side(args: argparse.Namespace, size: int, report: Report) -> OurEngine:
+    is_cuda = args.device == "cuda"
+    settings = Settings(
+        SHAPES[args.shape],
+        args.work / f"{args.shape}-{size}-ranks",
+        device=args.device,
+        memory_fraction=args.memory,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.batched_tokens,
+        num_blocks=None if is_cuda else 512,
+        others={
+            "tensor_parallel_size": size,
+            "adapter_host_bytes": min(HOST_BYTES, args.host_bytes),
+            "num_threads": None if is_cuda else 1,
+        },
+    )
+    ours = OurEngine(settings, "small")
+    report.emit(
+        ranks=size,
+        shape=args.shape,
+        start_s=round(ours.start_s, 2),
+        num_blocks=ours.engine.load().num_blocks,
+    )
+    return ours
+
+
+async def run_engines(args: argparse.Namespace, report: Report) -> list[tuple[object, ...]]:
+    """Returns the rows of the table."""
+    sizes = [int(one) for one in args.ranks.split(",")]
+    cases = cases_of(args)
+    runs: dict[tuple[int, str], list[Run]] = {}
+    for group in [[size] for size in sizes] if args.apart else [sizes]:
+        sides = {size: open_side(args, size, report) for size in group}
+        for case in cases:
+            for size, ours in sides.items():
+                await ours.load_adapters(case.adapters)
+                await ours.warm_up(case, min(WARM_UP_TOKENS, case.output))
+                runs[size, case.name] = []
+            for number in range(args.repeats):
+                for size, ours in sides.items():
+                    runs[size, case.name].append(await ours.run(case, salt=number))
+            for size in sides:
+                line = figures(case, runs[size, case.name])
+                report.emit(ranks=size, shape=args.shape, case=case.name, clocks=clocks(), **line)
+        for ours in sides.values():
+            ours.close()
+    return [_compared(sizes, case, runs, report) for case in cases]
+
+
+def _compared(
+    sizes: Sequence[int], case: Case, runs: dict[tuple[int, str], list[Run]], report: Report
+) -> tuple[object, ...]:
+    first, rates, ratios = runs[sizes[0], case.name], [], []
+    for size in sizes:
+        own = runs[size, case.name]
+        rates.append(case.output_tokens / statistics.median(run.seconds for run in own))
+        pairs = zip(first, own, strict=True)
+        ratios.append(statistics.median(one.seconds / other.seconds for one, other in pairs))
+    named = {f"{size}_ranks": round(ratio, 3) for size, ratio in zip(sizes, ratios, strict=True)}
+    report.emit(case=case.name, faster_than=f"{sizes[0]}_ranks", **named)
+    return (case.name, *rates, *ratios[1:])
+
+
+def clocks() -> list[str]:
+    """Returns the clock of each GPU's multiprocessors now; none without NVIDIA's tool."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def time_exchanges(rank: int, size: int, store: Path, is_cuda: bool) -> list[dict[str, Any]]:
+    """Returns the microseconds of a sum, by size and way."""
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    ranks = meet(store, rank, size, device, EXCHANGE_BYTES[-1])
+    lines: list[dict[str, Any]] = []
+    for num_bytes in EXCHANGE_BYTES if is_cuda else EXCHANGE_BYTES[:2]:
+        dtype = torch.bfloat16 if is_cuda else torch.float32
+        x = torch.ones((num_bytes // (COLUMNS * dtype.itemsize), COLUMNS), dtype=dtype)
+        x = x.to(device)
+        found: dict[str, float] = {}
+        if not is_cuda:
+            found["gloo"] = _time_on_cpu(ranks, x)
+        elif (nccl := getattr(ranks, "_nccl", None)) is None:
+            found["nccl"] = _time_in_graph(ranks, x)
+        else:
+            found["nccl"] = _time_in_graph(nccl, x)
+            usual = ranks._one_shot_bytes  # type: ignore[attr-defined]
+            for way, one_shot_bytes in WAYS.items():
+                limit = usual if one_shot_bytes is None else one_shot_bytes
+                ranks._one_shot_bytes = limit  # type: ignore[attr-defined]
+                found[way] = _time_in_graph(ranks, x)
+            ranks._one_shot_bytes = usual  # type: ignore[attr-defined]
+        lines.append({"bytes": num_bytes, **{way: round(us, 2) for way, us in found.items()}})
+    return lines
+
+
+def _time_in_graph(ranks: Collective, x: torch.Tensor) -> float:
+    """Returns the microseconds of a sum, its copies included: `EXCHANGES` in a graph."""
+    ranks.all_reduce(x.clone())
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(EXCHANGES):
+            ranks.all_reduce(x)
+        graph.capture_end()
+    times = []
+    for _ in range(REPLAYS):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        graph.replay()  # the ranks begin the next one together
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / EXCHANGES)
+    return statistics.median(times)
+
+
+def _time_on_cpu(ranks: Collective, x: torch.Tensor) -> float:
+    times = []
+    for _ in range(REPLAYS):
+        began_s = time.perf_counter()
+        ranks.all_reduce(x)
+        times.append(1e6 * (time.perf_counter() - began_s))
+    return statistics.median(times)
+
+
+def run_exchanges(args: argparse.Namespace, report: Report) -> None:
+    for size in map(int, args.ranks.split(",")):
+        if size == 1:
+            continue
+        lines = on_processes(size, time_exchanges, args.device == "cuda", timeout_s=90.0)[0]
+        for line in lines:
+            report.emit(ranks=size, exchange="sum", clocks=clocks(), us=line)
+        header = tuple(lines[0])
+        print_table(header, [tuple(line[key] for key in header) for line in lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="file that gets every line, too")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks, by comma")
+    parser.add_argument("--requests", default="1,32,256", help="numbers of requests, by comma")
+    parser.add_argument("--distinct", default="0,32", help="numbers of adapters, by comma")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--output", type=int, default=128, help="tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--memory", type=float, default=0.42, help="share of each engine")
+    parser.add_argument("--host-bytes", type=int, default=HOST_BYTES, help="of adapters")
+    parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--exchange", action="store_true", help="the exchanges alone")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    report = Report(args.out)
+    report.emit_machine("tensor_parallel")
+    if args.exchange:
+        run_exchanges(args, report)
+        return
+    rows = asyncio.run(run_engines(args, report))
+    sizes = args.ranks.split(",")
+    rates = (f"{size} ranks tok/s" for size in sizes)
+    print_table(("case", *rates, *(f"{size}/{sizes[0]}" for size in sizes[1:])), rows)
+
+
+if __name__ == "__main__":
+    main()

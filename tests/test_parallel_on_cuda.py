@@ -1,0 +1,258 @@
+"""Several ranks on CUDA devices: exchanges to the bit, engines beside one of one rank, the death of
+a rank. Tiny random bases. A rank that fails writes its traceback to standard error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.device_step import DeviceSteps
+from engine.model import Model
+from engine.runner import ModelRunner
+from engine.types import Request
+from kernels.collective import Collective
+from kernels.cuda_collective import SymmetricMemory
+from kernels.rendezvous import meet
+from tests.engine_agreement import (
+    ADAPTERS,
+    OPTIONAL,
+    OWNERS,
+    Reply,
+    assert_same,
+    make_engine,
+    neighbours,
+    probe,
+    run_all,
+)
+from tests.engine_helpers import make_base, make_named_adapters, make_runner
+from tests.rank_processes import RECORDING_MAIN, checksum, on_processes, record_residuals
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+_SIZES = [8 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20]  # bytes
+_COLUMNS = 1024
+
+
+def _exchange(rank: int, size: int, store: Path) -> dict[str, list[int]]:
+    """Returns, for the usual way and for both of shared memory, checksums of sums and gathers of
+    all sizes, out of a graph and in one, after a check of the values."""
+    device = torch.device("cuda", rank)
+    ranks = meet(store, rank, size, device, 16 << 20)
+    assert isinstance(ranks, SymmetricMemory), "the devices share no memory"
+    numbers = torch.full((7,), rank, dtype=torch.int32, device=device)
+    ranks.broadcast_(numbers)
+    assert numbers.tolist() == [0] * 7
+    found = {"usual": _sums(ranks)}
+    for way, one_shot_bytes in (("two shots", 0), ("one shot", 1 << 60)):
+        ranks._one_shot_bytes = one_shot_bytes
+        found[way] = _sums(ranks)
+    return found
+
+
+def _sums(ranks: Collective) -> list[int]:
+    rank, size, device = ranks.rank, ranks.size, torch.device("cuda", ranks.rank)
+    found: list[int] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for num_bytes in _SIZES:
+            rows = num_bytes // (_COLUMNS * dtype.itemsize)
+            parts = []
+            for one in range(size):
+                generator = torch.Generator(device).manual_seed(one)
+                shape = (rows, _COLUMNS)
+                parts.append(torch.randn(shape, generator=generator, device=device).to(dtype))
+            expected = (parts[0].float() + parts[1].float()).to(dtype)
+            x = parts[rank]
+            total = ranks.all_reduce(x.clone()).clone()
+            assert torch.equal(total, expected), (dtype, num_bytes, "outside of a graph")
+            columns = x[: max(1, rows // 8), :100]
+            gathered = ranks.all_gather(columns)
+            own = gathered[:, 100 * rank : 100 * (rank + 1)]
+            assert torch.equal(own, columns), (dtype, num_bytes, "gathered")
+            found += [checksum(total), checksum(gathered)]
+            found += _exchange_in_graph(ranks, x, columns, expected)
+    return found
+
+
+def _exchange_in_graph(
+    ranks: Collective, x: torch.Tensor, columns: torch.Tensor, expected: torch.Tensor
+) -> list[int]:
+    """Two exchanges that follow each other in one graph, replayed several times."""
+    ranks.all_reduce(x + 0).clone()  # loads kernels, which must not happen in a capture
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        first = ranks.all_reduce(x.clone()).clone()
+        second = ranks.all_reduce(x + 0).clone()
+        gathered = ranks.all_gather(columns)
+        graph.capture_end()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for one in (first, second, gathered):
+            one.zero_()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
+    return [checksum(first), checksum(second), checksum(gathered)]
+
+
+def test_all_ranks_have_the_same_bits_in_and_out_of_graphs() -> None:
+    first, second = on_processes(2, _exchange, timeout_s=90.0)
+    assert first == second
+    assert first["one shot"] == first["two shots"], "of two ranks, each way rounds once"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    return make_base(folder, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return make_named_adapters(base, ADAPTERS | OPTIONAL)
+
+
+def _open(base: Path, adapters: dict[str, Path], size: int, **changes: object) -> ModelRunner:
+    values: dict[str, object] = {
+        "backend": "triton",
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "num_blocks": 80,
+        "gpu_memory_utilization": 0.3,
+        "tensor_parallel_size": size,
+        "adapter_pool_bytes": 16 << 20,
+    }
+    runner = make_runner(base, "cuda", **(values | changes))
+    for name, path in adapters.items():
+        runner.load_adapter(name, path)
+    return runner
+
+
+def _requests() -> list[Request]:
+    """Greedy and drawn ones, with and without adapters, penalties and logits that change."""
+    probes = [probe(i) for i in range(len(OWNERS))]
+    others = neighbours(24, seed=5)
+    drawn = [
+        replace(one, params=replace(one.params, temperature=0.8, seed=i, top_p=0.9))
+        for i, one in enumerate(others[:8])
+    ]
+    late = [
+        replace(one, params=replace(one.params, repetition_penalty=1.3, logit_bias=((7, 2.0),)))
+        for one in others[8:14]
+    ]
+    asked = [replace(one, params=replace(one.params, prompt_logprobs=1)) for one in others[14:18]]
+    return [*probes, *drawn, *late, *asked, *others[18:]]
+
+
+def _replies(runner: ModelRunner) -> dict[str, Reply]:
+    """Returns those of two rounds; the second finds prefixes of the first."""
+    engine = make_engine(runner, max_num_seqs=16, max_num_batched_tokens=96)
+    first = run_all(engine, _requests())
+    again = [replace(one, request_id=f"again-{one.request_id}") for one in _requests()]
+    return first | run_all(engine, again)
+
+
+@pytest.fixture(scope="module")
+def alone(base: Path, adapters: dict[str, Path]) -> dict[str, Reply]:
+    return _replies(_open(base, adapters, 1))
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
+def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
+    base: Path,
+    adapters: dict[str, Path],
+    alone: dict[str, Reply],
+    is_eager: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, other = tmp_path / "rank-0", tmp_path / "rank-1"
+    monkeypatch.setattr("engine.parallel.group._MAIN", RECORDING_MAIN.format(path=str(other)))
+    for owner, name in ((Model, "logits"), (DeviceSteps, "_run")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    record_residuals(str(own))
+    runner = _open(base, adapters, 2, enforce_eager=is_eager, piecewise_graphs=not is_eager)
+    try:
+        found = _replies(runner)
+        lines = own.read_text().splitlines()
+        ends_s = time.monotonic() + 10
+        while len(other.read_text().splitlines()) < len(lines) and time.monotonic() < ends_s:
+            time.sleep(0.05)  # the other rank's last record may be under way
+    finally:
+        runner.close()
+    for name, reply in found.items():
+        assert_same(runner, reply, alone[name])
+    assert len(lines) > 50
+    assert other.read_text().splitlines() == lines
+
+
+_KILL = """
+import asyncio, os, signal, sys, threading, time
+from engine.config import EngineConfig
+from engine.factory import FolderReader, open_engine
+from engine.types import Request, SamplingParams
+
+config = EngineConfig(
+    sys.argv[1], "base", device="cuda", dtype="float32", block_size=16, num_blocks=512,
+    max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=2, gpu_memory_utilization=0.3,
+    adapter_pool_bytes=0, piecewise_graphs=False,
+)
+runners = []
+
+def reader_of(runner):
+    runners.append(runner)
+    return FolderReader(runner)
+
+engine = open_engine(config, reader_of)
+died = threading.Event()
+engine.on_death(lambda _: died.set())
+engine.start()
+
+async def read(i):
+    async for _ in engine.generate(Request(f"r{i}", (3, 4, 5), SamplingParams(
+        max_tokens=100, ignore_eos=True))):
+        pass
+
+async def main():
+    async def forever(i):
+        while True:
+            await read(f"{i}-{time.monotonic()}")
+    tasks = [asyncio.create_task(forever(i)) for i in range(2)]
+    await asyncio.sleep(1.0)
+    began_s = time.monotonic()
+    os.kill(runners[0].group.pids[0], signal.SIGKILL)
+    while not died.is_set() and time.monotonic() - began_s < 30:
+        await asyncio.sleep(0.01)
+    print("died", died.is_set(), time.monotonic() - began_s, flush=True)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+def test_the_death_of_another_rank_ends_the_engine(base: Path) -> None:
+    """Runs in a process of its own, whose device may be left waiting."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KILL, str(base)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("died")]
+    assert said, done.stdout[-2000:] + done.stderr[-4000:]
+    _, is_dead, took_s = said[0].split()
+    assert is_dead == "True", done.stderr[-4000:]
+    assert float(took_s) < 12

@@ -55,20 +55,20 @@ def paged_prefill(
     sinks: torch.Tensor | None = None,  # [Hq] float32
 ) -> None:
     _, num_heads, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     num_units = plan.num_tiles * num_kv_heads
     box = [min(block_size, BLOCK_N), 64]
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
-    flat = (num_blocks * block_size, num_kv_heads * head_dim)
+    width = num_kv_heads * head_dim  # V of a layer may have fewer rows in the cache than its K
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
         (min(num_sms(q.device), num_units),),
         q,
-        TensorDescriptor.from_tensor(k_cache.view(flat), box, layout),
-        TensorDescriptor.from_tensor(v_cache.view(flat), box, layout),
+        TensorDescriptor.from_tensor(k_cache.view(-1, width), box, layout),
+        TensorDescriptor.from_tensor(v_cache.view(-1, width), box, layout),
         out,
         plan.work,
         plan.scratch.tickets,

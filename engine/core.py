@@ -3,8 +3,7 @@
 A runner that runs ahead receives step n+1 before step n is collected: the host's work between two
 steps is hidden behind the device's, and an ended sequence costs one row of one step. Rows of step
 n+1 that need the newest token (a grammar, penalties) are drawn after the commit of step n, which
-follows the launch. A step with drafts is planned after the commit of step n: drafts follow the
-newest tokens.
+follows the launch. A step with drafts, which follow the newest tokens, is planned after it.
 
 A bad request fails alone: a request is checked before it is admitted, and if the runner raises, the
 requests of that batch end with an error and the engine continues. A step that runs out of memory is

@@ -69,7 +69,7 @@ class _Undrawn:
     parts: tuple[ScheduledSequence, ...]  # one per row
     inputs: StepInputs
     is_drawn: bool  # by the graph, from unchanged logits
-    all_draw: bool  # every rank draws these tokens
+    all_draw: bool  # every rank draws these tokens: no row has penalties, bias, bans or a grammar
 
 
 @dataclass(slots=True)
@@ -214,6 +214,11 @@ class DeviceSteps:
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
         parts, layout = batch.rows, self._write(batch)
+        # The parameters are those of a sequence: its rows, many with a draft, are not asked.
+        drawing = [part for part in batch.sequences if part.samples]
+        is_late = any(draws_late(part) for part in drawing)
+        if is_late or any(changes_logits(part) for part in drawing):
+            layout = replace(layout, all_draw=False)
         inputs = self._decode if layout.is_decode else self._mixed
         number = 0
         in_step: AbstractContextManager[object] = nullcontext()
@@ -224,23 +229,19 @@ class DeviceSteps:
             logits, prompts = self._run(layout, number)
         undrawn = _Undrawn(logits, parts, inputs, layout.is_decode, layout.all_draw)
         self._drawn_rows = {}
-        if any(draws_late(part) for part in parts):
+        if is_late:
             return DeviceStep(self, batch, prompts, undrawn)
         return DeviceStep(self, batch, prompts, None, self.draw(undrawn))
 
     def _write(self, batch: ScheduledBatch) -> StepLayout:
         """Writes a step on the host."""
-        parts = batch.rows
-        size = self._graphs.size_for(len(parts)) if is_decode(batch) else None
+        size = self._graphs.size_for(len(batch.rows)) if is_decode(batch) else None
         if size is not None:
-            layout = self._decode.write_for_graph(batch, self._drawn_rows, size)
-        else:
-            kinds = self._mixed.site_kinds(batch.sequences)
-            # Steps with affine rows have no pieces: their kernels are other ones.
-            size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
-            layout = self._mixed.write(batch, self._drawn_rows, kinds, size)
-        all_draw = not any(draws_late(part) or changes_logits(part) for part in parts)
-        return replace(layout, all_draw=all_draw)
+            return self._decode.write_for_graph(batch, self._drawn_rows, size)
+        kinds = self._mixed.site_kinds(batch.sequences)
+        # Steps with affine rows have no pieces: their kernels are other ones.
+        size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
+        return self._mixed.write(batch, self._drawn_rows, kinds, size)
 
     def _run(self, layout: StepLayout, number: int) -> tuple[torch.Tensor | None, _Prompts | None]:
         """Launches the step that was written last, with the same exchanges on every rank. Returns
@@ -357,10 +358,10 @@ class DeviceSteps:
         if wanted:
             rows = upload(torch.tensor(wanted), logits.device)
             raw = logits.index_select(0, rows)  # a copy, taken before the changes
-        if any(changes_logits(part) for part in parts):
+        if not step.all_draw and any(changes_logits(part) for part in parts):
             change_logits_(logits, parts, self._eos_token_ids)
             is_drawn = False
-        if self._masks.apply_(logits, parts):
+        if not step.all_draw and self._masks.apply_(logits, parts):
             is_drawn = False
         if not is_drawn:
             self._draw(logits, step.inputs.sampling(len(parts)))

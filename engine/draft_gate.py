@@ -29,7 +29,7 @@ _FIRST = 2  # steps of a kind of which the shortest counts
 _FAR = 4.0  # times its mean: an exception, such as a step that compiles
 _STALE = 64  # steps after which the steps without drafts are measured again
 _LEAST = 0.05  # probability of a token that is worth its row, be it almost free
-_BOLD = 4.0  # times the largest measured number of draft tokens
+_BOLD = 8.0  # times the largest measured number of draft tokens
 _SIZES = 16  # of draft tokens in a step, in powers of two
 _FORGOTTEN = 512  # steps after which an old measurement does not keep drafts out any more
 

@@ -7,6 +7,7 @@ adapters of a request by their key (`lora.adapter_key`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.adapter_store import AdapterStore as AdapterStore
@@ -301,7 +302,7 @@ class ScheduledSequence:
         return ScheduledSequence(self.sequence, self.start, self.known_end, self.samples)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `rows` are kept
 class ScheduledBatch:
     sequences: tuple[ScheduledSequence, ...]
 
@@ -321,7 +322,7 @@ class ScheduledBatch:
     def num_draft_tokens(self) -> int:
         return sum(len(s.draft) for s in self.sequences)
 
-    @property
+    @cached_property
     def rows(self) -> tuple[ScheduledSequence, ...]:
         """One part for each draw, as `ScheduledSequence.rows`."""
         drawn = tuple(s for s in self.sequences if s.samples)

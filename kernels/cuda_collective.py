@@ -14,6 +14,7 @@ copied.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -143,7 +144,9 @@ class SymmetricMemory:
     def abort(self) -> None:
         """Sets the signals for which kernels of this device wait, until none is left: nothing else
         ends a kernel whose peer is gone."""
-        self._nccl.abort()
+        # Beside the release of these kernels: NCCL waits a minute for the device to end its work.
+        aborting = threading.Thread(target=self._nccl.abort, name="abort-nccl", daemon=True)
+        aborting.start()
         device = self._nccl.device
         ends_s = time.monotonic() + _RELEASE_S
         with torch.cuda.device(device), torch.cuda.stream(self._beside):
@@ -151,6 +154,7 @@ class SymmetricMemory:
                 for rank, pad in enumerate(self._pads):
                     pad.fill_(1 if rank == self.rank else 0)
                 time.sleep(1e-3)
+        aborting.join(_RELEASE_S)
 
 
 class NumberedStore(_C10D.Store):  # type: ignore[misc]

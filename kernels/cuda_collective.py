@@ -66,7 +66,7 @@ class Nccl:
         rows, columns = x.shape
         parts = x.new_empty((self.size, rows, columns))
         if parts.numel():
-            options = _C10D.AllgatherOptions()
+            options = torch._C._distributed_c10d.AllgatherOptions()
             options.asyncOp = False
             _finish(self.backend._allgather_base(parts, x.contiguous(), options))
         return parts.transpose(0, 1).reshape(rows, self.size * columns)

@@ -35,8 +35,8 @@ class EngineArgs(Args):
     quantization: Literal["auto", "none", "fp8", "int4"] = "none"
     """The layers' linears in memory; the head, the embedding and adapters keep `dtype`. `none`: all
     are dequantized to `dtype`. `auto`: those that a GPTQ, AWQ or pack-quantized checkpoint stores
-    in 4 bits stay in 4 bits on CUDA with Triton, by kernels that have run in Triton's interpreter
-    alone; all others are in `dtype`. `int4`: 4 bits also on a CPU, slowly; a base that is not
+    in 4 bits stay in 4 bits on CUDA with Triton, faster than `none` for few requests and slower for
+    hundreds; all others are in `dtype`. `int4`: 4 bits also on a CPU, slowly; a base that is not
     stored so is refused. `fp8`: e4m3, quantised while the base is read, half of bfloat16's bytes;
     weights have a scale for each output, activations one for each token and step. On CUDA `fp8`
     needs compute capability 8.9 and bfloat16."""

@@ -131,9 +131,9 @@ class ModelRunner:
             self._kv = rank.allocate_kv(self.num_blocks)
         self._steps = rank.make_steps(self._kv, self.adapters, self.group)
         rank.capture(self._steps)
+        self.kv_copies = open_block_copies(config, self._kv, self.group)
         if self.group is not None:
             self.group.serve()
-        self.kv_copies = open_block_copies(config, self._kv, self.group)
         if isinstance(self._steps, DeviceSteps) and rank.is_cuda:
             with explain_out_of_memory(
                 "warming up", ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")

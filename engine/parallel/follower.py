@@ -120,6 +120,20 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     link.send({})
     link.receive()  # every rank has its weights, and the kernels are compiled
     rank.open_model(rank.meet(Path(opening["store"])))
+    try:
+        server = _open_server(link, config, rank, segment)
+    except (EOFError, OSError):
+        raise
+    except Exception as error:
+        link.send({"error": f"{type(error).__name__}: {error}"})
+        raise
+    link.send({})
+    while True:
+        server.obey(*link.receive())
+
+
+def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegment) -> _Server:
+    """Makes the memory of a rank, of the sizes that it receives."""
     sizes, _ = link.receive()
     pool = FollowerPool(
         rank.shard.sites(),
@@ -134,10 +148,7 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     kv = rank.allocate_kv(sizes["num_blocks"])
     steps = rank.make_steps(kv, pool)
     rank.capture(steps)
-    server = _Server(rank, kv, open_block_copies(config, kv, None), pool, steps, segment)
-    link.send({})
-    while True:
-        server.obey(*link.receive())
+    return _Server(rank, kv, open_block_copies(config, kv, None), pool, steps, segment)
 
 
 def _kernels(rank: Rank) -> frozenset[KernelCall]:

@@ -85,12 +85,12 @@ class Group:
         self._is_cuda = is_cuda
         self._ranks: Collective = SOLO
         self._silence_s = _START_SILENCE_S
-        self._last_resort: threading.Timer | None = None
         self.size = size
+        self._last_resort: threading.Timer | None = None
         self._death: EngineDeadError | None = None
         self._is_closing = False
         self._on_death: Callable[[EngineDeadError], None] | None = None
-        self._lock = threading.Lock()  # guards the three above
+        self._lock = threading.Lock()  # guards the four above
         self._folder = TemporaryDirectory(prefix="loraplex-ranks-")
         self._store = Path(self._folder.name) / "store"
         self._segment = StepSegment(slot_ints)
@@ -309,9 +309,11 @@ class Group:
     def _free_this_rank(self) -> None:
         """Ends the exchanges in which this rank's device waits for one that is gone. If that does
         not help, nothing but the end of the process does."""
-        self._last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (_EXIT_CODE,))
-        self._last_resort.daemon = True
-        self._last_resort.start()
+        with self._lock:
+            if not self._is_closing:  # otherwise nothing would cancel it
+                self._last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (_EXIT_CODE,))
+                self._last_resort.daemon = True
+                self._last_resort.start()
         # Not in this thread: the libraries may wait for the device, too.
         threading.Thread(target=self._ranks.abort, name="abort-exchanges", daemon=True).start()
 

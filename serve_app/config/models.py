@@ -62,9 +62,9 @@ class EngineArgs(Args):
     `gpu_memory_utilization` leaves."""
     kv_host_bytes: Bytes = Field(default=0)
     """The host memory for KV blocks that leave the device, page-locked on CUDA: prefixes are loaded
-    from it instead of computed, and preempted requests return from it. All ranks together. 0: none.
-    It is allocated at the start, beside `adapter_host_bytes`. vLLM's
-    `kv_offloading_size` is the same in GiB."""
+    from it instead of computed, and preempted requests return from it. All ranks together, which
+    can have it on a CPU only. 0: none. It is allocated at the start, beside `adapter_host_bytes`.
+    vLLM's `kv_offloading_size` is the same in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """CUDA: the engine's share of the device memory, for weights, adapters, activations, graphs and
     KV blocks."""
@@ -127,6 +127,12 @@ class EngineArgs(Args):
                 f"tensor_parallel_size is {self.tensor_parallel_size} and quantization is "
                 f"{self.quantization}: more than one rank needs quantization none"
             )
+        if self.tensor_parallel_size > 1 and self.device == "cuda":
+            where = f"tensor_parallel_size is {self.tensor_parallel_size} and device is cuda"
+            if self.speculation != "off":
+                raise ValueError(f"{where}: speculation is {self.speculation}, and must be off")
+            if self.kv_host_bytes:
+                raise ValueError(f"{where}: kv_host_bytes is {self.kv_host_bytes}, use 0")
         return self
 
     @model_validator(mode="after")

@@ -63,6 +63,8 @@ class EngineMetrics:
         self._finished: Counter[str] = Counter()
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._num_host_tokens = 0  # of these, at the last exposition
+        self._num_split_tokens = 0  # all cached ones, at the last exposition
         self._num_generated = 0
         self._num_corrupted = 0
         self._tier_hits: Counter[str] = Counter()
@@ -199,8 +201,11 @@ class EngineMetrics:
         load, own = self._load, self._own
         finished = {reason: self._finished[reason] for reason in _REASONS}
         yield counter("vllm:prompt_tokens", self._num_prompt_tokens, own)
-        # Counted when a sequence begins, prompts with their first output.
-        on_host = min(load.kv_host.hit_tokens, self._num_cached_tokens)
+        # The tokens from the host are counted when a sequence begins, prompts with their first
+        # output: these follow those, so that no counter falls.
+        grown = self._num_cached_tokens - self._num_split_tokens
+        on_host = min(load.kv_host.hit_tokens, self._num_host_tokens + grown)
+        self._num_host_tokens, self._num_split_tokens = on_host, self._num_cached_tokens
         sources = {
             "local_compute": self._num_prompt_tokens - self._num_cached_tokens,
             "local_cache_hit": self._num_cached_tokens - on_host,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_blocks import BlockCopier, BlockCopy
 from engine.kv_cache import KVCache
-from lora.pinned_memory import map_memory
+from lora.pinned_memory import map_memory, register
 
 if TYPE_CHECKING:
     from engine.parallel.group import Group
@@ -176,15 +175,13 @@ def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
     began_s = time.perf_counter()
     whole = map_memory(num_slots * block_bytes)
     whole.zero_()  # by all threads; registering alone would touch the pages one by one
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    slots = whole.view(num_slots, block_bytes)
     try:
-        torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+        register(slots)
     except RuntimeError as error:
         raise EngineMemoryError(
             f"kv_host_bytes: {whole.numel()} bytes cannot be page-locked: {error}"
         ) from error
-    slots = whole.view(num_slots, block_bytes)
-    weakref.finalize(slots, _unlock, whole).atexit = False
     logger.info(
         "host memory for %d KV blocks, %.3f GiB, page-locked in %.1f s",
         num_slots,
@@ -192,11 +189,6 @@ def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
         time.perf_counter() - began_s,
     )
     return slots
-
-
-def _unlock(memory: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cudart.cudaHostUnregister(memory.data_ptr()))
 
 
 def open_block_copies(config: EngineConfig, kv: KVCache, group: Group | None) -> BlockCopier | None:

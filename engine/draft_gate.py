@@ -147,8 +147,8 @@ class DraftGate:
         self, num_sequences: int, survivals: Sequence[Sequence[float]], row_s: float
     ) -> list[int]:
         """Returns the number of draft tokens to verify of each draft, from the `survivals` of its
-        tokens. `row_s`: the seconds that one more row adds to a step, as long as none like it was
-        measured."""
+        tokens. `row_s`: the fitted seconds of one more sequence, which stand for those of a row
+        where a step of fewer draft tokens than any measured one is estimated."""
         counts = [0] * len(survivals)
         if self.is_stale(num_sequences):
             return counts

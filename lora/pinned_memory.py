@@ -146,8 +146,9 @@ def _locked_bytes(num_bytes: int) -> int:
 
 
 def register(memory: torch.Tensor) -> None:
-    """Locks the pages of [bytes] uint8 that begin at a page, e.g. of memory that processes share,
-    until the tensor (slices of it do not count) is gone: no copy from it may be under way then."""
+    """Locks the pages of a contiguous uint8 tensor that begins at a page, e.g. of memory that
+    processes share, until the tensor (slices of it do not count) is gone: no copy from it may be
+    under way then."""
     whole = memory.as_strided((_locked_bytes(memory.numel()),), (1,))
     _register(whole)
     weakref.finalize(memory, _unlock_all, [whole]).atexit = False

@@ -12,9 +12,27 @@ import torch
 from engine.core import Engine
 from engine.runner import ModelRunner
 from engine.step_cost import StepCost
+from engine.types import Request, SamplingParams
 from tests.fakes import FakeRunner
 
 Content = Any  # of a block
+
+
+def answers_in_turns(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, num_turns: int
+) -> list[tuple[int, ...]]:
+    """Returns the tokens of each prompt, asked alone after all those before it, in every turn."""
+    found = []
+    for turn in range(num_turns):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(Request(f"{turn} {i}", tuple(prompt), params))
+            tokens: tuple[int, ...] = ()
+            while engine.has_work:
+                for output in engine.step().outputs:
+                    assert output.error is None
+                    tokens += output.token_ids
+            found.append(tokens)
+    return found
 
 
 class SlowCopy:

@@ -24,7 +24,7 @@ from tests.engine_helpers import (
 )
 from tests.fakes import make_config
 from tests.family_bases import VARIANTS, make_family_base
-from tests.kv_host_helpers import always_copies, check_no_leak, slow_copies
+from tests.kv_host_helpers import always_copies, answers_in_turns, check_no_leak, slow_copies
 
 HOST = 4 << 20  # bytes
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -144,16 +144,7 @@ def test_groups_of_full_and_windowed_layers_come_back(tmp_path: Path) -> None:
         engine = open_engine(runner)
         if host:
             always_copies(engine)
-        found = []
-        for turn in range(2):
-            for i, prompt in enumerate(prompts):
-                engine.add_request(Request(f"{turn} {i}", tuple(prompt), GREEDY))
-                tokens: tuple[int, ...] = ()
-                while engine.has_work:
-                    for output in engine.step().outputs:
-                        assert output.error is None
-                        tokens += output.token_ids
-                found.append(tokens)
+        found = answers_in_turns(engine, prompts, GREEDY, 2)
         if host:
             assert engine.load().kv_host.hit_tokens > 2 * 60
             check_no_leak(engine)

@@ -36,7 +36,7 @@ from tests.engine_helpers import (
     step,
 )
 from tests.fakes import make_config
-from tests.kv_host_helpers import always_copies
+from tests.kv_host_helpers import always_copies, answers_in_turns
 from tests.waiting import until
 
 _SPECS = {
@@ -380,15 +380,7 @@ def test_every_rank_has_its_part_of_the_host_tier(base: Path) -> None:
             engine = Engine(make_config(), runner)
             if host:
                 always_copies(engine)
-            found = []
-            for turn in range(3):
-                for i, prompt in enumerate(prompts):
-                    engine.add_request(Request(f"{turn} {i}", tuple(prompt), _GREEDY))
-                    tokens: tuple[int, ...] = ()
-                    while engine.has_work:
-                        for output in engine.step().outputs:
-                            tokens += output.token_ids
-                    found.append(tokens)
+            found = answers_in_turns(engine, prompts, _GREEDY, 3)
             assert (engine.load().kv_host.hit_tokens > 0) == (host > 0)
             return found
         finally:

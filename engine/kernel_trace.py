@@ -39,8 +39,10 @@ from kernels.backend import Capability, traced_for
 from kernels.collective import SOLO, Traced
 from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall
+from lora.adapter import Adapter
 from lora.page_image import PageLayout
 from lora.pool import AdapterPool
+from lora.sites import Site
 
 _POOL_PAGES = 8  # of all sites
 
@@ -61,39 +63,19 @@ def trace_kernels(
     meta = torch.device("meta")
     size = config.tensor_parallel_size  # all ranks have the same shapes, and so the same kernels
     shard = Shard(model, 0, size)
-    sites = shard.sites()
     short_whole, int4 = _shortened(model, int4)
     short_shard = Shard(short_whole, 0, size)
     short = short_shard.config
     layout = resolve_layout(short, config, max_model_len)
     limits = step_limits(config, shard.config, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
-        has_affine, is_fp8 = config.affine_adapters, config.quantization == "fp8"
-        pages = PageLayout(sites, dtype, has_affine=has_affine)
-        # Kernels depend on whether there is a pool, not on its size. This one has room for adapters
-        # of all sites, though small ones may fit into the engine's own pool alone; the head of a
-        # wide vocabulary can be larger than eight pages of a small model's layers.
-        has_adapters = config.adapter_pool_bytes != 0
-        adapters = (
-            zero_adapters(short_shard.sites(), limits, has_affine=has_affine)
-            if has_adapters
-            else ()
-        )
-        room = max(_POOL_PAGES * pages.page_bytes, sum(map(pages.num_bytes, adapters)))
-        pool_bytes = max(config.adapter_pool_bytes or 0, room)
-        pool = AdapterPool(
-            sites,
-            pool_bytes if has_adapters else 0,
-            dtype,
-            meta,
-            host_bytes=1 << 62,
-            has_affine=has_affine,
-        )
-        for adapter in adapters:
-            pool.insert(
-                pages.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
-            )
+        adapters: Sequence[Adapter] = ()
+        if config.adapter_pool_bytes != 0:
+            has_affine = config.affine_adapters
+            adapters = zero_adapters(short_shard.sites(), limits, has_affine=has_affine)
+        pool = _pool_with(adapters, config, shard.sites(), dtype)
         kv = allocate_kv_cache(short, layout, 1, dtype, meta)
+        is_fp8 = config.quantization == "fp8"
         weights = empty_weights(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4)
         steps = DeviceSteps(
             Model(short, weights, max_len=1, ranks=SOLO if size == 1 else Traced(size)),
@@ -110,6 +92,26 @@ def trace_kernels(
         for batch in _trace_batches(config, limits, pool, [one.digest for one in adapters]):
             steps.trace_batch(batch)
     return frozenset(calls)
+
+
+def _pool_with(
+    adapters: Sequence[Adapter], config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype
+) -> AdapterPool:
+    """Returns a pool on the meta device with these adapters, without room if there are none.
+
+    Kernels depend on whether there is a pool, not on its size. This one has room for adapters of
+    all sites, though small ones may fit into the engine's own pool alone; the head of a wide
+    vocabulary can be larger than eight pages of a small model's layers."""
+    meta, has_affine = torch.device("meta"), config.affine_adapters
+    pages = PageLayout(sites, dtype, has_affine=has_affine)
+    room = max(_POOL_PAGES * pages.page_bytes, sum(map(pages.num_bytes, adapters)))
+    pool_bytes = max(config.adapter_pool_bytes or 0, room) if adapters else 0
+    pool = AdapterPool(sites, pool_bytes, dtype, meta, host_bytes=1 << 62, has_affine=has_affine)
+    for adapter in adapters:
+        pool.insert(
+            pages.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))
+        )
+    return pool
 
 
 def _trace_batches(

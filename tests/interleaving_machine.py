@@ -94,8 +94,11 @@ class HandRunner(ModelRunner):
 
     copier: HandCopier
 
-    def _make_pool(self, config: EngineConfig, weight_bytes: int) -> AdapterPool:
-        budgets = adapter_budgets(config, self._sites, self.dtype, self.device, weight_bytes)
+    def _make_pool(self, config: EngineConfig) -> AdapterPool:
+        budgets = adapter_budgets(
+            config, self._sites, self.dtype, self.device, self._rank.weight_bytes
+        )
+        self._pool_bytes = budgets.pool_bytes
         self.copier = HandCopier(2)
         return AdapterPool(
             self._sites,

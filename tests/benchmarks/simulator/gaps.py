@@ -69,7 +69,9 @@ class VirtualRunner:
     num_blocks = 43_342
     kv_layout = kv_layout((None,), 16, 8192)
     max_model_len = 8192
+    max_draws = 256
     num_late_compilations = 0
+    kv_copies = None
 
     def __init__(self, clock: VirtualClock, seed: int, noise: float = _NOISE) -> None:
         self.model_config = TimedModel()

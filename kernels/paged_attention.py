@@ -138,7 +138,7 @@ def _paged_attention_triton(
 
         prefill = triton_prefill_attention.paged_prefill
         decode = triton_decode_attention.paged_decode
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty(q.shape) if out is None else out
     arguments = (q, k_cache, v_cache, out, plan, scale, sliding_window)
     if plan.num_tiles:
         prefill(*arguments, soft_cap=soft_cap, sinks=sinks)

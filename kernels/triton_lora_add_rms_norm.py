@@ -95,7 +95,7 @@ def launch_lora_add_rms_norm(
 ) -> torch.Tensor:
     rows, hidden = x.shape
     assert x.stride(1) == 1
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     block, num_warps = shape_of(hidden)
     _launch(
         (rows, 1, 1),

@@ -99,7 +99,7 @@ def launch_lora_norm_add_norm(
     rows, hidden = x.shape
     assert x.stride(1) == 1
     assert residual.stride(1) == 1
-    out = residual if next_weight is None else torch.empty_like(x)
+    out = residual if next_weight is None else x.new_empty(x.shape)
     block, num_warps = shape_of(hidden)
     _launch(
         (rows, 1, 1),

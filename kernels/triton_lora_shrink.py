@@ -278,7 +278,7 @@ def _shrink_large(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tens
     assert parts <= COUNTERS
     shape = (num_chunks, num_slices, plan.max_rank_pages, plan.max_large_rows, PAGE_ROWS)
     planes = torch.empty(shape, dtype=torch.float32, device=x.device)
-    sums = torch.empty_like(planes[0]) if num_chunks > 1 else planes[0]
+    sums = planes.new_empty(shape[1:]) if num_chunks > 1 else planes[0]
     _launch_large(
         (num_chunks, plan.max_large * parts, 1),
         (x, site.heap, planes, sums),

@@ -61,7 +61,7 @@ def launch_norm_add_norm(
     assert x.stride(1) == 1
     assert residual.stride(1) == 1
     assert hidden <= MAX_BLOCK
-    out = residual if next_weight is None else torch.empty_like(x)
+    out = residual if next_weight is None else x.new_empty(x.shape)
     block, num_warps = shape_of(hidden)
     _launch(
         (rows, 1, 1),

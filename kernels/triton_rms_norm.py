@@ -92,7 +92,7 @@ def launch_rms_norm(
     assert x.stride(1) == 1
     assert hidden <= MAX_BLOCK
     stride_out = hidden if out is None else out.stride(0)
-    out = torch.empty_like(x) if out is None else out
+    out = x.new_empty(x.shape) if out is None else out
     adds = residual is not None
     other = residual if residual is not None else x
     block, num_warps = shape_of(hidden)

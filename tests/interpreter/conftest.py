@@ -7,7 +7,9 @@ take half of the time.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,17 @@ def allowed_triton() -> None:
     """Lets each file begin as in a process of its own: a runner of the reference sets the choice
     for the whole process, and kernels' tests would compare the reference with itself."""
     allow_triton(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Reduces the programs that walk the tiles: thousands, as on a device, are slow here, one after
+    the other."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("embed", "expand", "head", "rope_kv_write", "shrink", "silu_mul"):
+            module = importlib.import_module(f"kernels.triton_lora_{name}")
+            patched.setattr(module, "NUM_PROGRAMS", 16)
+        yield
 
 
 def _replace_once_a_launch() -> None:
@@ -113,6 +126,110 @@ def _call_at_once() -> None:
     interpreter._patch_attr = patch
 
 
+def _remember_operands() -> None:
+    """Keeps the interpreter from deciding again, for each pair of operands, which type and shape
+    they take, and from making each constant anew. Pairs that need a cast take the usual way."""
+    import numpy as np
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    check, broadcast = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+    )
+    cast = TritonSemantic.cast
+    whole = {"int32", "int64"}
+    floats = {"fp16", "fp32"}
+    alike = whole | floats | {"int1", "int8", "int16", "uint8", "uint32"}
+    divided = alike - {"int1", "fp16"}  # a half is divided as a float
+    sizes_of: dict[int, tuple[int, ...]] = {}  # of the shapes that `_remember_types` keeps
+
+    def sizes(shape: Any) -> tuple[int, ...]:
+        if id(shape) not in sizes_of:
+            sizes_of[id(shape)] = tuple(size.value for size in shape)
+        return sizes_of[id(shape)]
+
+    @functools.cache
+    def constant(value: float, kind: type, type: Any, shape: tuple[int, ...]) -> Any:
+        """Returns the handle of a constant, which no operation may write to."""
+        data = np.full(shape or (1,), value, dtype=interpreter._get_np_dtype(type))
+        data.setflags(write=False)
+        return interpreter.TensorHandle(data, type)
+
+    def takes_type_of(number: Any, name: str) -> bool:
+        """Returns True if a block and a number give the block's type."""
+        if type(number) is int:
+            return name in floats or (name in whole and -(2**31) <= number < 2**31)
+        return type(number) is float and name in floats
+
+    def filled(number: Any, block: Any) -> Any:
+        handle = constant(number, type(number), block.dtype, sizes(block.shape))
+        return tl.tensor(handle, block.type)
+
+    def remembered_check(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        known = divided if div_or_mod else alike
+        if isinstance(lhs, tl.tensor):
+            name = lhs.dtype.name
+            if isinstance(rhs, tl.tensor):
+                other = rhs.dtype.name
+                if (other == name and name in known) or (
+                    allow_lhs_ptr and other in whole and lhs.dtype.is_ptr()
+                ):
+                    return remembered_broadcast(self, lhs, rhs)
+            elif arithmetic_check and name in known and takes_type_of(rhs, name):
+                return lhs, filled(rhs, lhs)
+        elif isinstance(rhs, tl.tensor) and arithmetic_check:
+            name = rhs.dtype.name
+            if name in known and takes_type_of(lhs, name):
+                return filled(lhs, rhs), rhs
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    @functools.cache
+    def common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+        return np.broadcast_shapes(left, right)
+
+    def spread(value: Any, shape: tuple[int, ...]) -> Any:
+        """Returns a scalar or a block in a larger shape."""
+        data = value.handle.data
+        if value.type.is_block():
+            data = np.broadcast_to(data, shape)
+        else:
+            data = np.full(shape, data, dtype=data.dtype)
+        handle = interpreter.TensorHandle(data, value.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(value.dtype, shape))
+
+    def remembered_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        left, right = sizes(lhs.shape), sizes(rhs.shape)
+        try:
+            shape = common(left, right)
+        except ValueError:
+            return broadcast(self, lhs, rhs)  # which names the dimension
+        return (
+            lhs if left == shape else spread(lhs, shape),
+            rhs if right == shape else spread(rhs, shape),
+        )
+
+    def remembered_cast(self: Any, input: Any, dst_ty: Any, *rounding: Any, **named: Any) -> Any:
+        if input.dtype is dst_ty.scalar:
+            return input
+        return cast(self, input, dst_ty, *rounding, **named)
+
+    TritonSemantic.binary_op_type_checking_impl = remembered_check
+    TritonSemantic.broadcast_impl_value = remembered_broadcast
+    TritonSemantic.cast = remembered_cast
+
+
 def _let_integers_overflow() -> None:
     """Leaves out the check of each integer sum and product, a fifth of a run: it reports in
     Triton's debug mode alone."""
@@ -125,5 +242,6 @@ def _let_integers_overflow() -> None:
 if IS_INTERPRETED:
     _replace_once_a_launch()
     _remember_types()
+    _remember_operands()
     _call_at_once()
     _let_integers_overflow()

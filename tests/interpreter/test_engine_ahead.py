@@ -20,7 +20,12 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("models") / "base", num_hidden_layers=1)
+    return make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ graphs: a graph's work is called again instead of replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,12 +12,6 @@ from engine.device_step import DeviceSteps
 from engine.inputs import ForwardInputs
 from engine.piecewise_graphs import PiecewiseGraphs
 from engine.runner import ModelRunner
-from kernels import (
-    triton_lora_expand,
-    triton_lora_rope_kv_write,
-    triton_lora_shrink,
-    triton_lora_silu_mul,
-)
 from tests.engine_helpers import (
     Job,
     make_adapter,
@@ -44,17 +36,6 @@ STEPS = [(5, 12), (67, 72), (12, 12), (10, 12), (5, 12), (1, 12)]  # tokens, siz
 
 # numpy's, of what a capture computes: no step has filled its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs() -> Iterator[None]:
-    """Reduces the programs that walk the tiles: thousands, as on a device, are slow here, one after
-    the other."""
-    kernels = (triton_lora_expand, triton_lora_rope_kv_write, triton_lora_shrink)
-    with pytest.MonkeyPatch.context() as patched:
-        for module in (*kernels, triton_lora_silu_mul):
-            patched.setattr(module, "NUM_PROGRAMS", 16)
-        yield
 
 
 @pytest.fixture(scope="module")

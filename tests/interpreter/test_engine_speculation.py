@@ -31,7 +31,13 @@ Found = dict[str, tuple[list[int], list[TokenLogprobs]]]
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder = tmp_path_factory.mktemp("models") / "base"
     base = make_base(
-        folder, vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=EOS, num_hidden_layers=2
+        folder,
+        vocab_size=VOCAB,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
     return open_small(base, make_named_adapters(base, ADAPTERS), "triton")
 

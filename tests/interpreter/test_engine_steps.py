@@ -33,7 +33,12 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("models") / "base", num_hidden_layers=2, head_dim=16)
+    return make_base(
+        tmp_path_factory.mktemp("models") / "base",
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
 
 
 @pytest.fixture(scope="module")

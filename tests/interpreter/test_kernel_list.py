@@ -43,7 +43,9 @@ PARAMS = (
 def test_traffic_launches_listed_kernels_only(
     tmp_path: Path, dtype: str, quantization: str
 ) -> None:
-    base = make_base(tmp_path / "base", num_hidden_layers=1, head_dim=16)
+    base = make_base(
+        tmp_path / "base", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
     plain = base
     if quantization == "int4":
         quantize = gptq(32, symmetric=False)

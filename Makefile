@@ -10,9 +10,9 @@ TORCH := torch==2.13.0
 TORCH_INDEX ?=
 GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
 INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
-# Processes that share the tests: tests/conftest.py.
-JOBS ?= 2
-# Threads of torch that wait would spin: with two processes on two cores, that is half of the time.
+# Processes that share the tests: tests/conftest.py. The third has the time in which servers wait.
+JOBS ?= 3
+# Threads of torch that wait would spin: with a process on each core, that is half of the time.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)
 MYPY = $(BIN)/mypy serve_app engine lora kernels registry
 # The tests start some hundred processes, each of which would compile the modules again.

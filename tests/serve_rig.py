@@ -23,6 +23,7 @@ import psutil
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray._private.node import Node
 from ray.serve.config import HTTPOptions
 
 from registry.catalog import Catalog
@@ -91,6 +92,8 @@ def running_serve() -> Iterator[int]:
     port = free_port()
     before = {name: os.environ[name] for name in inherited if name in os.environ}
     os.environ |= inherited
+    # The logs of workers are not printed here, and looking for news in hundreds costs 80 s.
+    start_log_monitor, Node.start_log_monitor = Node.start_log_monitor, lambda self: None
     try:
         ray.init(
             "local",
@@ -103,6 +106,7 @@ def running_serve() -> Iterator[int]:
             _node_ip_address="127.0.0.1",
         )
     finally:
+        Node.start_log_monitor = start_log_monitor
         for name in inherited:
             del os.environ[name]
         os.environ |= before

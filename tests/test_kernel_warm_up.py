@@ -200,9 +200,9 @@ def test_the_list_has_every_kernel_of_the_folder() -> None:
 def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
     name: str, quantization: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every eleventh number of tokens up to 160, each model others, all around the thresholds above,
-    with any number of single tokens, and adapters of other ranks beside each other. Each mix of
-    adapters meets a third of the shapes, the next mix another third."""
+    """Every eleventh number of tokens up to 160, other numbers for each model, all around the
+    thresholds above, with any number of single tokens, and adapters of other ranks beside each
+    other. Each mix of adapters meets a third of the shapes, the next mix another third."""
     listed = traced(name, quantization=quantization)
     thirds = count()
     above = (191, 192, 193, 255, 500, 512, 700, 1000, 1023, 1024, 1025, 1500, 2000, 2048)

@@ -161,7 +161,8 @@ def _remember_operands() -> None:
         """Returns True if a block and a number give the block's type."""
         if type(number) is int:
             return name in floats or (name in whole and -(2**31) <= number < 2**31)
-        return type(number) is float and name in floats
+        is_negative_zero = number == 0 and math.copysign(1, number) < 0  # equal to 0 in the cache
+        return type(number) is float and name in floats and not is_negative_zero
 
     def filled(number: Any, block: Any) -> Any:
         handle = constant(number, type(number), block.dtype, sizes(block.shape))

@@ -161,8 +161,12 @@ class BlockPool:
         self._hash_of[block] = None
         digest = self._prefix_of.pop(block, None)
         if digest is not None:
-            self._prefix_changes[digest] = False
+            self._lose_prefix(block_hash, digest)
         return block
+
+    def _lose_prefix(self, block_hash: bytes, digest: int) -> None:
+        """Notes that the device has evicted the block with which a named chain ends."""
+        self._prefix_changes[digest] = False
 
     def _chain_seed(self, adapter: str | None, cache_salt: str) -> bytes:
         # Each part with its length: ("ab", "c") and ("a", "bc") are different chains.

@@ -75,6 +75,7 @@ class HostBlocks:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.on_evict: Callable[[bytes], None] = lambda name: None
         self._free = list(reversed(range(num_slots)))  # lowest first: neighbours are one copy
         self._storing: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
@@ -107,7 +108,8 @@ class HostBlocks:
         if self._free:
             slot = self._free.pop()
         elif self._idle:
-            _, slot = self._idle.popitem(last=False)
+            evicted, slot = self._idle.popitem(last=False)
+            self.on_evict(evicted)
         else:
             return None
         self._storing[name] = slot
@@ -132,7 +134,11 @@ class HostBlocks:
 
 
 class OffloadedPool(BlockPool):
-    """The device's blocks in front of a host tier: it knows which of them would be lost."""
+    """The device's blocks in front of a host tier: it knows which of them would be lost.
+
+    The name of a prefix (`engine.prefix_digests`) stays known to routers while one of the tiers has
+    its last block: a copy from the host is several times faster than computing.
+    """
 
     def __init__(
         self,
@@ -146,6 +152,8 @@ class OffloadedPool(BlockPool):
         self.num_dropped = 0  # blocks that were evicted though no copy of them had begun
         self._host = host
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle, unknown to the host: by LRU
+        self._prefix_on_host: dict[bytes, int] = {}  # contents that the device has evicted
+        host.on_evict = self._lose_on_host
 
     @property
     def num_saved(self) -> int:
@@ -173,6 +181,23 @@ class OffloadedPool(BlockPool):
         super().release(blocks)
         for block in self._lost_without_host(reversed(blocks)):
             self._unsaved[block] = None
+
+    def name_prefix(self, block: int, digest: int) -> None:
+        super().name_prefix(block, digest)
+        name = self._hash_of[block]
+        assert name is not None
+        self._prefix_on_host.pop(name, None)
+
+    def _lose_prefix(self, block_hash: bytes, digest: int) -> None:
+        if self._host.knows(block_hash):
+            self._prefix_on_host[block_hash] = digest
+        else:
+            super()._lose_prefix(block_hash, digest)
+
+    def _lose_on_host(self, name: bytes) -> None:
+        digest = self._prefix_on_host.pop(name, None)
+        if digest is not None:
+            super()._lose_prefix(name, digest)
 
     def _lost_without_host(self, blocks: Iterator[int]) -> Iterator[int]:
         for block in blocks:

@@ -234,6 +234,7 @@ class KVOffload:
             for one, block in zip(load.found, load.blocks, strict=True):
                 self._loading.discard(one.name)
                 self._tables.publish_loaded(load.sequence, one, block)
+            for one in reversed(load.found):  # the tail of a prefix is evicted before its head
                 self._host.release(one.name)
             self._num_loading -= len(load.blocks)
             self._pool.release((*load.kept, *load.blocks))

@@ -9,9 +9,12 @@ import pytest
 
 from engine import block_tables
 from engine.core import Engine
+from engine.host_blocks import OffloadedPool
+from engine.kv_layout import kv_layout
 from engine.prefix_digests import chunk_size, extend_digests, prefix_digests
 from engine.types import Request, ResumedChoice
 from tests.fakes import FakePool, FakeRunner, make_engine, make_request
+from tests.kv_host_helpers import runner_with_host
 
 
 def test_a_digest_names_all_chunks_before_it_adapter_and_salt() -> None:
@@ -75,8 +78,13 @@ class Follower:
         """Returns the count in the pool itself, rounded down to chunks."""
         pool, chain = self.engine._blocks, list[bytes]()
         pool.extend_chain(chain, token_ids, len(token_ids), request.adapter, request.cache_salt)
+        chunk = self.engine.limits.prefix_chunk
+        if isinstance(pool, OffloadedPool):  # a chunk counts while one tier has its last block
+            ends, host = chain[chunk // pool.block_size - 1 :: chunk // pool.block_size], pool._host
+            known = [pool.find_one(name) is not None or host.knows(name) for name in ends]
+            return [*known, False].index(False) * chunk
         found = len(pool.find(chain)) * pool.block_size
-        return found - found % self.engine.limits.prefix_chunk
+        return found - found % chunk
 
 
 def finish(follower: Follower) -> None:
@@ -130,15 +138,19 @@ def test_nothing_is_told_when_nothing_can_be_found_again() -> None:
     assert not follower.times_told
 
 
+@pytest.mark.parametrize("host_tokens", [0, 160, 2000])  # less than the device holds, and more
 @pytest.mark.parametrize("runs_ahead", [True, False])
 @pytest.mark.parametrize("block_size", [4, 16, 40])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_follower_always_knows_what_the_cache_holds(
-    seed: int, block_size: int, runs_ahead: bool
+    seed: int, block_size: int, runs_ahead: bool, host_tokens: int
 ) -> None:
     generator = random.Random(seed)
     pool = FakePool(known={"x"})
-    runner = FakeRunner(num_blocks=560 // block_size, block_size=block_size, adapters=pool)
+    layout = kv_layout((None,), block_size, 1 << 20, is_contiguous=host_tokens > 0)
+    runner = FakeRunner(560 // block_size, block_size=block_size, adapters=pool, layout=layout)
+    if host_tokens:
+        runner_with_host(runner, host_tokens // block_size, lambda: generator.randrange(1, 9))
     runner.runs_ahead = runs_ahead
     engine, _ = make_engine(runner, max_num_batched_tokens=48, max_num_seqs=5)
     follower = Follower(engine)

@@ -57,5 +57,9 @@ def parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
 
 def _reason_for_key(key: str) -> str:
     if ".lora_" not in key:
-        return "is a whole trained weight (modules_to_save), which is not supported"
+        return (
+            "is a whole weight of a module that modules_to_save in adapter_config.json does not "
+            "name: name it there if it was trained, and loraplex register adapter converts "
+            "lm_head and embed_tokens"
+        )
     return "has a name that is not PEFT's"

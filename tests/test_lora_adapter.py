@@ -242,7 +242,7 @@ BAD_TENSORS: dict[str, tuple[Tensors, str]] = {
     ),
     "whole weight": (
         good_tensors() | {"base_model.model.lm_head.weight": torch.ones(VOCAB, HIDDEN)},
-        "modules_to_save",
+        "modules_to_save in adapter_config.json does not name: name it there",
     ),
     "twice": (
         replace("lora_A.default.weight", torch.ones(4, HIDDEN)),

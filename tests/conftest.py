@@ -81,6 +81,17 @@ _SLOW_FILES = (
     "test_registry_artifacts",
     "test_engine_grammar_costs",
     "test_serve_observe",
+    "test_engine_scheduler",
+    "test_benchmark_adapter_kinds",
+    "test_benchmark_windowed_decode",
+    "test_engine_adapter_combinations",
+    "test_tenancy_keys",
+    "test_engine_fit",
+    "test_serve_fair_queue",
+    "test_demo_tools",
+    "test_engine_bitsandbytes",
+    "test_lora_fuzz",
+    "test_engine_fuzz",
 )
 # Files whose tests deploy on one Ray Serve, hence in one process. With its start, and the pauses in
 # which it waits, this is the longest part of all.

@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -136,6 +137,9 @@ _SERVERS = (
 # Of test_serve_launch only two tests are long, and these carry the marker `serve`.
 _FIRST = (*_SHARED_SERVE, *_SLOW_FILES[:4], "test_serve_launch", *_SLOW_FILES[4:])
 _SHARED = "the shared Serve"
+# Hypothesis would fail an example of more than 200 ms, which shares a core with others here.
+hypothesis.settings.register_profile("shared", deadline=None)
+hypothesis.settings.load_profile("shared")
 _ORDER = {stem: place for place, stem in enumerate(_FIRST)}
 
 

@@ -89,7 +89,7 @@ class KVOffload:
         self._loading: set[bytes] = set()
         self._num_loading = 0  # blocks in flight
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
-        self._least_saved = min(pool.num_blocks, _SAVED_STEPS * step_blocks)
+        self._num_ahead = _SAVED_STEPS * step_blocks  # allocations that shall lose nothing
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
         self._counts = KVHostLoad(num_blocks=host.num_slots)
         pool.on_take = self._before_write
@@ -104,9 +104,7 @@ class KVOffload:
         """Makes blocks whose copies have ended findable, and stores the next to be evicted."""
         self._tables.num_reserved = 0
         self._land()
-        lacking = self._least_saved - self._pool.num_saved
-        if lacking > 0:
-            self._store(self._pool.next_unsaved(lacking))
+        self._store(self._pool.next_unsaved(self._num_ahead))
 
     def wait(self) -> None:
         """Blocks until the next `begin_step` finds a load that has ended."""

@@ -248,6 +248,20 @@ def test_a_device_with_room_copies_nothing() -> None:
     assert engine.load().kv_host.num_used_blocks == 0
 
 
+def test_what_came_from_the_host_is_not_taken_for_what_is_evicted_next() -> None:
+    """Loaded blocks are the last to be evicted: those before them are stored all the same."""
+    engine, _, _ = open_host_engine(100, num_slots=2000, max_num_batched_tokens=16, max_num_seqs=2)
+    prompts = [[1 + i % 15, i // 15, *([7] * 39)] for i in range(30)]
+    for turn in (range(14), range(3), range(14, 30), range(30)):  # three of them are loaded early
+        for i in turn:
+            engine.add_request(make_request(f"{turn} {i}", prompts[i], max_tokens=1))
+            (output,) = run(engine)
+            assert output.num_cached_tokens == (0 if turn in (range(14), range(14, 30)) else 40)
+    assert engine.load().kv_host.hit_tokens > 1000
+    assert engine.load().kv_host.num_dropped_blocks == 0
+    check_no_leak(engine)
+
+
 def test_a_preempted_sequence_returns_without_computing_its_blocks_again() -> None:
     engine, runner, _ = open_host_engine(24, max_num_batched_tokens=48)
     requests = [make_request(f"r{i}", [i, *range(1, 12), i], max_tokens=40) for i in range(4)]

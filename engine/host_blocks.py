@@ -193,6 +193,9 @@ class OffloadedPool(BlockPool):
             super()._lose_prefix(block_hash, digest)
 
     def _lose_on_host(self, name: bytes) -> None:
+        block = self._block_of.get(name)
+        if block is not None and block in self._idle:
+            self._unsaved.add(block)
         digest = self._prefix_on_host.pop(name, None)
         if digest is not None:
             super()._lose_prefix(name, digest)

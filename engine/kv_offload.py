@@ -89,7 +89,8 @@ class KVOffload:
         self._loading: set[bytes] = set()
         self._num_loading = 0  # blocks in flight
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
-        self._num_ahead = _SAVED_STEPS * step_blocks  # allocations that shall lose nothing
+        # Allocations that shall lose nothing; of more, a small host would store some in turns.
+        self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
         self._counts = KVHostLoad(num_blocks=host.num_slots)
         pool.on_take = self._before_write
@@ -104,7 +105,9 @@ class KVOffload:
         """Makes blocks whose copies have ended findable, and stores the next to be evicted."""
         self._tables.num_reserved = 0
         self._land()
-        self._store(self._pool.next_unsaved(self._num_ahead))
+        # Again if that had the host drop blocks of these, which are stored anew.
+        while self._store(self._pool.next_unsaved(self._num_ahead)):
+            pass
 
     def wait(self) -> None:
         """Blocks until the next `begin_step` finds a load that has ended."""

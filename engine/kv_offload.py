@@ -105,9 +105,7 @@ class KVOffload:
         """Makes blocks whose copies have ended findable, and stores the next to be evicted."""
         self._tables.num_reserved = 0
         self._land()
-        # Again if that had the host drop blocks of these, which are stored anew.
-        while self._store(self._pool.next_unsaved(self._num_ahead)):
-            pass
+        self._store_next(self._num_ahead)
 
     def wait(self) -> None:
         """Blocks until the next `begin_step` finds a load that has ended."""
@@ -191,6 +189,12 @@ class KVOffload:
         name = self._pool.name_of(block)
         return name is not None and not self._host.knows(name)
 
+    def _store_next(self, num_allocations: int) -> None:
+        """Begins to store what the next allocations evict; again, if that had the host drop other
+        blocks of these."""
+        while self._store(self._pool.next_unsaved(num_allocations)):
+            pass
+
     def _store(self, blocks: Iterable[int]) -> int:
         """Begins to copy findable blocks to the host, as many as there is room for, and returns
         their number."""
@@ -216,6 +220,7 @@ class KVOffload:
     ) -> None:
         self._pool.hold(kept)  # before the allocation, which evicts idle blocks
         slots = [self._host.hold(one.name) for one in found]
+        self._store_next(len(found))  # a load may be larger than a step
         blocks = tuple(self._pool.allocate(len(found)))
         copy = self._copier.load(slots, blocks)
         self._loads.append(_Load(copy, sequence, kept, found, blocks))

@@ -141,6 +141,19 @@ def test_aborts_in_the_middle_of_loads_leave_nothing(
     check_no_leak(engine)
 
 
+def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> None:
+    runner = FakeRunner(100, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    runner_with_host(runner, 2000)
+    engine, _ = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=2)
+    always_copies(engine)
+    prompts = [[1 + i, *([7] * 160)] for i in range(5)]  # 40 blocks each
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 3)
+    load = engine.load()
+    assert load.kv_host.num_dropped_blocks == 0
+    assert load.kv_host.hit_tokens == 10 * 160
+    check_no_leak(engine)
+
+
 def test_a_load_that_nobody_waits_for_holds_no_block_of_an_idle_engine() -> None:
     runner = FakeRunner(24, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
     copier = runner_with_host(runner, 120)

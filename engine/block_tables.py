@@ -18,6 +18,8 @@ def needs_prompt_logprobs(sequence: Sequence) -> bool:
 
 
 class BlockTables:
+    num_groups = 1  # of layers: the most blocks that one more token needs
+
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self._chunk = chunk_size(pool.block_size)  # tokens that a digest of a prefix adds
@@ -44,10 +46,14 @@ class BlockTables:
         self._begin(sequence, num_cached)
         return count
 
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns the number of blocks that `grow` allocates."""
+        return max(0, self.pool.blocks_for(num_tokens) - len(sequence.block_table))
+
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too
         few are free."""
-        missing = max(0, self.pool.blocks_for(num_tokens) - len(sequence.block_table))
+        missing = self.num_missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             return False
         sequence.block_table += self.pool.allocate(missing)

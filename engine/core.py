@@ -123,7 +123,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight.batch.sequences)
+        is_computing = bool(self._in_flight.batch.sequences)
+        return self.scheduler.has_work or is_computing or self._has_pending_loads
 
     def add_request(self, request: Request) -> None:
         check_request(request, self.limits, self._runner.model_config.eos_token_ids)
@@ -139,9 +140,8 @@ class Engine:
             words = f"this base follows no grammars: {self._no_grammars}"
             raise InvalidRequestError(words, "grammar")
         seed = request.params.seed
-        self.scheduler.add(
-            request, _as_int64(self._seeds.getrandbits(64) if seed is None else seed)
-        )
+        seed = self._seeds.getrandbits(64) if seed is None else seed
+        self.scheduler.add(request, _as_int64(seed))
 
     def close(self) -> None:
         """Ends other threads and processes, once no step follows."""

@@ -13,7 +13,7 @@ Integers and bytes only: the copies are those of `engine.block_copies`, their or
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -151,22 +151,21 @@ class OffloadedPool(BlockPool):
         self.on_take: Callable[[int], None] = lambda block: None  # before a block is written again
         self.num_dropped = 0  # blocks that were evicted though no copy of them had begun
         self._host = host
-        self._unsaved: OrderedDict[int, None] = OrderedDict()  # idle, unknown to the host: by LRU
+        self._unsaved: set[int] = set()  # idle, and unknown to the host
         self._prefix_on_host: dict[bytes, int] = {}  # contents that the device has evicted
         host.on_evict = self._lose_on_host
 
-    @property
-    def num_saved(self) -> int:
-        """The blocks whose allocation loses nothing: empty ones, and those that the host has."""
-        return self.num_free - len(self._unsaved)
-
     def next_unsaved(self, count: int) -> tuple[int, ...]:
-        """Returns the blocks that the host lacks, the next to be evicted first."""
-        return tuple(islice(self._unsaved, count))
+        """Returns those of the next `count` blocks to be allocated whose content the host lacks,
+        the next to be evicted first."""
+        if not self._unsaved:
+            return ()
+        next_evicted = islice(self._idle, max(0, count - len(self._empty)))
+        return tuple(block for block in next_evicted if block in self._unsaved)
 
     def note_stored(self, block: int) -> None:
         """Notes that a copy of the block has begun."""
-        self._unsaved.pop(block, None)
+        self._unsaved.discard(block)
 
     def name_of(self, block: int) -> bytes | None:
         """Returns the name of a findable block."""
@@ -174,13 +173,12 @@ class OffloadedPool(BlockPool):
 
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self._unsaved.pop(block, None)
+            self._unsaved.discard(block)
         super().hold(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         super().release(blocks)
-        for block in self._lost_without_host(reversed(blocks)):
-            self._unsaved[block] = None
+        self._unsaved.update(self._lost_without_host(blocks))
 
     def name_prefix(self, block: int, digest: int) -> None:
         super().name_prefix(block, digest)
@@ -195,11 +193,14 @@ class OffloadedPool(BlockPool):
             super()._lose_prefix(block_hash, digest)
 
     def _lose_on_host(self, name: bytes) -> None:
+        block = self._block_of.get(name)
+        if block is not None and block in self._idle:
+            self._unsaved.add(block)
         digest = self._prefix_on_host.pop(name, None)
         if digest is not None:
             super()._lose_prefix(name, digest)
 
-    def _lost_without_host(self, blocks: Iterator[int]) -> Iterator[int]:
+    def _lost_without_host(self, blocks: Iterable[int]) -> Iterator[int]:
         for block in blocks:
             name = self._hash_of[block]
             if name is not None and block in self._idle and not self._host.knows(name):
@@ -208,7 +209,7 @@ class OffloadedPool(BlockPool):
     def _take(self) -> int:
         block = super()._take()
         if block in self._unsaved:
-            del self._unsaved[block]
+            self._unsaved.remove(block)
             self.num_dropped += 1
         self.on_take(block)
         return block

@@ -89,7 +89,8 @@ class KVOffload:
         self._loading: set[bytes] = set()
         self._num_loading = 0  # blocks in flight
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
-        self._least_saved = min(pool.num_blocks, _SAVED_STEPS * step_blocks)
+        # Allocations that shall lose nothing; of more, a small host would store some in turns.
+        self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
         self._counts = KVHostLoad(num_blocks=host.num_slots)
         pool.on_take = self._before_write
@@ -104,9 +105,7 @@ class KVOffload:
         """Makes blocks whose copies have ended findable, and stores the next to be evicted."""
         self._tables.num_reserved = 0
         self._land()
-        lacking = self._least_saved - self._pool.num_saved
-        if lacking > 0:
-            self._store(self._pool.next_unsaved(lacking))
+        self._store_next(self._num_ahead)
 
     def wait(self) -> None:
         """Blocks until the next `begin_step` finds a load that has ended."""
@@ -190,6 +189,12 @@ class KVOffload:
         name = self._pool.name_of(block)
         return name is not None and not self._host.knows(name)
 
+    def _store_next(self, num_allocations: int) -> None:
+        """Begins to store what the next allocations evict; again, if that had the host drop other
+        blocks of these."""
+        while self._store(self._pool.next_unsaved(num_allocations)):
+            pass
+
     def _store(self, blocks: Iterable[int]) -> int:
         """Begins to copy findable blocks to the host, as many as there is room for, and returns
         their number."""
@@ -215,6 +220,7 @@ class KVOffload:
     ) -> None:
         self._pool.hold(kept)  # before the allocation, which evicts idle blocks
         slots = [self._host.hold(one.name) for one in found]
+        self._store_next(len(found))  # a load may be larger than a step
         blocks = tuple(self._pool.allocate(len(found)))
         copy = self._copier.load(slots, blocks)
         self._loads.append(_Load(copy, sequence, kept, found, blocks))

@@ -227,9 +227,10 @@ def open_speculation(
 
 
 def _has_room(part: ScheduledSequence, count: int, tables: BlockTables, num_running: int) -> bool:
-    """Allocates the blocks of a draft, if every running sequence could have one more afterwards."""
-    sequence = part.sequence
-    has_blocks = part.end + count <= len(sequence.block_table) * tables.pool.block_size
-    return (has_blocks or tables.pool.num_free > num_running) and tables.grow(
-        sequence, part.end + count
-    )
+    """Allocates the blocks of a draft, if every running sequence could have one more of each group
+    of layers afterwards."""
+    sequence, end = part.sequence, part.end + count
+    missing = tables.num_missing(sequence, end)
+    if missing and tables.pool.num_free - missing < num_running * tables.num_groups:
+        return False
+    return tables.grow(sequence, end)

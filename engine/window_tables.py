@@ -41,6 +41,7 @@ class WindowTables(BlockTables):
         super().__init__(pool)
         self._layout = layout
         self._groups = tuple(enumerate(layout.groups))
+        self.num_groups = len(layout.groups)
         self._windowed = len(layout.groups) - 1  # the group with the window, if there is one
         self._has_full = layout.groups[0].window is None
         # Blocks that the next placements leave: promised to sequences that wait for their KV.
@@ -67,11 +68,11 @@ class WindowTables(BlockTables):
         self._begin(sequence, num_cached)
         return count
 
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        return sum(self._missing(sequence, num_tokens))
+
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        missing = [
-            max(0, group.blocks_for(num_tokens) - len(_table(sequence, index)) // group.num_spans)
-            for index, group in self._groups
-        ]
+        missing = self._missing(sequence, num_tokens)
         if not any(missing):
             return True
         if sum(missing) > self.pool.num_free:
@@ -80,6 +81,13 @@ class WindowTables(BlockTables):
             entries = self._layout.entries(index, self.pool.allocate(count))
             _table(sequence, index).extend(entries)
         return True
+
+    def _missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Returns the number of blocks to allocate for each group."""
+        return [
+            max(0, group.blocks_for(num_tokens) - len(_table(sequence, index)) // group.num_spans)
+            for index, group in self._groups
+        ]
 
     def commit(self, item: ScheduledSequence) -> None:
         """Makes the blocks that this step filled available to other sequences, and frees those that

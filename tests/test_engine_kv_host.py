@@ -20,7 +20,13 @@ from engine.kv_offload import KVOffload
 from engine.step_cost import StepCost
 from engine.types import Request, SamplingParams, ScheduledSequence, Sequence, TokenOutput
 from tests.fakes import FakePool, FakeRunner, held_blocks, make_config, make_request, solo_tokens
-from tests.kv_host_helpers import Content, SlowCopier, check_no_leak, runner_with_host
+from tests.kv_host_helpers import (
+    Content,
+    SlowCopier,
+    always_copies,
+    check_no_leak,
+    runner_with_host,
+)
 
 LAYOUTS: dict[str, tuple[int | None, ...]] = {
     "full": (None, None, None),
@@ -118,10 +124,12 @@ class Tiers:
         slots = [*self.host._free, *self.host._storing.values(), *self.host._idle.values()]
         slots += [slot for slot, _ in self.host._held.values()]
         assert sorted(slots) == list(range(self.host.num_slots))
-        # What the host lacks of the idle blocks, whatever it has dropped since.
-        unsaved = set(self.pool._unsaved)
-        assert all(self.pool.is_idle(block) for block in unsaved)
-        assert not any(self.host.knows(self.pool.name_of(block) or b"") for block in unsaved)
+        lacking = {
+            block
+            for block in filter(self.pool.is_idle, range(self.num_blocks))
+            if not self.host.knows(self.pool.name_of(block) or b"")
+        }
+        assert self.pool._unsaved == lacking
 
 
 COMMANDS = st.lists(
@@ -246,6 +254,53 @@ def test_a_device_with_room_copies_nothing() -> None:
         engine.add_request(make_request(f"r{i}", [i, *range(1, 15)]))
     run(engine)
     assert engine.load().kv_host.num_used_blocks == 0
+
+
+def test_what_came_from_the_host_is_not_taken_for_what_is_evicted_next() -> None:
+    """Loaded blocks are the last to be evicted: those before them are stored all the same."""
+    engine, _, _ = open_host_engine(100, num_slots=2000, max_num_batched_tokens=16, max_num_seqs=2)
+    always_copies(engine)
+    prompts = [[1 + i % 15, i // 15, *([7] * 39)] for i in range(30)]
+    for turn in (range(14), range(3), range(14, 30), range(30)):  # three of them are loaded early
+        for i in turn:
+            engine.add_request(make_request(f"{turn} {i}", prompts[i], max_tokens=1))
+            (output,) = run(engine)
+            assert output.num_cached_tokens == (0 if turn in (range(14), range(14, 30)) else 40)
+    assert engine.load().kv_host.hit_tokens > 1000
+    assert engine.load().kv_host.num_dropped_blocks == 0
+    check_no_leak(engine)
+
+
+@pytest.mark.parametrize("num_later", [10, 14, 18])
+def test_what_the_host_drops_is_stored_again_before_the_device_evicts_it(num_later: int) -> None:
+    engine, _, _ = open_host_engine(100, num_slots=100, max_num_batched_tokens=16, max_num_seqs=2)
+    always_copies(engine)
+
+    def ask(name: str, number: int) -> int:
+        prompt = [1 + number % 15, number // 15, *([7] * 39)]
+        engine.add_request(make_request(name, prompt, max_tokens=1))
+        (output,) = run(engine)
+        return output.num_cached_tokens
+
+    for i in range(10):  # the last of them has blocks of the first stored
+        assert ask(f"r{i}", i) == 0
+    assert ask("again", 0) == 40  # the device evicts it last, the host as its oldest
+    for i in range(10, 10 + num_later):
+        assert ask(f"r{i}", i) == 0
+    assert engine.load().kv_host.num_dropped_blocks == 0
+    assert ask("once more", 0) == 36  # its last block was the host's alone, and the oldest
+
+
+def test_a_host_of_fewer_blocks_than_a_step_copies_each_once() -> None:
+    engine, _, _ = open_host_engine(100, num_slots=3, max_num_batched_tokens=16, max_num_seqs=2)
+    for i in range(12):
+        engine.add_request(make_request(f"r{i}", [1 + i, *([7] * 40)], max_tokens=1))
+        run(engine)
+    before = engine.load().kv_host.stored_bytes
+    engine.add_request(make_request("long", 3, max_tokens=60))
+    run(engine)
+    stored = engine.load().kv_host.stored_bytes - before
+    assert stored <= 30 << 20  # 15 blocks are allocated meanwhile, and as many are stored in turns
 
 
 def test_a_preempted_sequence_returns_without_computing_its_blocks_again() -> None:

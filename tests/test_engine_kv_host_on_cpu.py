@@ -13,6 +13,7 @@ from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.core import Engine
 from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.kv_layout import kv_layout
 from engine.runner import ModelRunner
 from engine.types import Request, ResumedChoice, SamplingParams
 from tests.engine_helpers import (
@@ -22,9 +23,15 @@ from tests.engine_helpers import (
     make_runner,
     random_prompt,
 )
-from tests.fakes import make_config
+from tests.fakes import FakeRunner, make_config, make_engine, make_request
 from tests.family_bases import VARIANTS, make_family_base
-from tests.kv_host_helpers import always_copies, answers_in_turns, check_no_leak, slow_copies
+from tests.kv_host_helpers import (
+    always_copies,
+    answers_in_turns,
+    check_no_leak,
+    runner_with_host,
+    slow_copies,
+)
 
 HOST = 4 << 20  # bytes
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -132,6 +139,38 @@ def test_aborts_in_the_middle_of_loads_leave_nothing(
             assert found[key] == tokens
     assert engine.load().kv_host.loaded_bytes
     check_no_leak(engine)
+
+
+def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> None:
+    runner = FakeRunner(100, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    runner_with_host(runner, 2000)
+    engine, _ = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=2)
+    always_copies(engine)
+    prompts = [[1 + i, *([7] * 160)] for i in range(5)]  # 40 blocks each
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 3)
+    load = engine.load()
+    assert load.kv_host.num_dropped_blocks == 0
+    assert load.kv_host.hit_tokens == 10 * 160
+    check_no_leak(engine)
+
+
+def test_a_load_that_nobody_waits_for_holds_no_block_of_an_idle_engine() -> None:
+    runner = FakeRunner(24, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    copier = runner_with_host(runner, 120)
+    engine, _ = make_engine(runner)
+    always_copies(engine)
+    prompts = [[1 + i, *([7] * 40)] for i in range(7)]
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 1)
+    copier._left = 1000  # no further copy ends by itself
+    engine.add_request(make_request("short", 3, max_tokens=3))
+    engine.step()
+    engine.add_request(make_request("long", prompts[0]))
+    engine.step()
+    assert [one.request.request_id for one in engine.scheduler.waiting] == ["long"]
+    engine.abort("long")
+    while engine.has_work:
+        engine.step()
+    assert engine.load().kv_usage == 0.0
 
 
 def test_groups_of_full_and_windowed_layers_come_back(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.block_tables import BlockTables
 from engine.core import Engine
 from engine.drafts import Draft
 from engine.grammar_state import fill_masks
 from engine.kv_layout import kv_layout
 from engine.outputs import kept_draws
 from engine.sampler import masked_rows
+from engine.speculation import Speculation
 from engine.types import (
     Request,
     ResumedChoice,
@@ -151,6 +153,32 @@ def test_a_draft_takes_no_block_that_a_running_sequence_needs_next() -> None:
         request = make_request(f"r{i}", 4, max_tokens=8, seed=i)
         assert tokens_of(outputs, f"r{i}") == solo_tokens(request, 0, runner.model_config)
     assert engine.load().num_preemptions == 0
+
+
+@pytest.mark.parametrize("windows", [(None,), (9, None)])
+def test_drafts_leave_a_block_of_each_group_for_every_running_sequence(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of up to three blocks, in a cache that is full at times."""
+    extend, left = Speculation.extend, []
+
+    def observed(
+        self: Speculation, parts: list[ScheduledSequence], tables: BlockTables, num_running: int
+    ) -> None:
+        before = tables.pool.num_free
+        extend(self, parts, tables, num_running)
+        if tables.pool.num_free < before:
+            left.append(tables.pool.num_free - num_running * len(windows))
+
+    monkeypatch.setattr(Speculation, "extend", observed)
+    layout = kv_layout(windows, 4, 1 << 20)
+    runner = FakeRunner(num_blocks=26, layout=layout)
+    engine, _, _ = make_speculating("right", runner, num_speculative_tokens=10)
+    for i in range(4):
+        engine.add_request(make_request(f"r{i}", 4, max_tokens=30, seed=i))
+    run(engine)
+    assert left
+    assert min(left) >= 0
 
 
 def test_a_run_that_breaks_ends_its_request_after_the_tokens_before() -> None:

@@ -159,8 +159,9 @@ def _remember_operands() -> None:
 
     def takes_type_of(number: Any, name: str) -> bool:
         """Returns True if a block and a number give the block's type."""
-        if type(number) is int:
-            return name in floats or (name in whole and -(2**31) <= number < 2**31)
+        if type(number) is int:  # Triton refuses one beyond 64 bits, whatever the block
+            most = 2**63 if name in floats else 2**31
+            return name in floats | whole and -most <= number < most
         is_negative_zero = number == 0 and math.copysign(1, number) < 0  # equal to 0 in the cache
         return type(number) is float and name in floats and not is_negative_zero
 

@@ -88,6 +88,7 @@ class KVOffload:
         self._store_of: dict[int, _Store] = {}  # in flight, by the block that is read
         self._loading: set[bytes] = set()
         self._num_loading = 0  # blocks in flight
+        self._is_for_load = False  # the allocation that takes place
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
         # Allocations that shall lose nothing; of more, a small host would store some in turns.
         self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
@@ -221,7 +222,9 @@ class KVOffload:
         self._pool.hold(kept)  # before the allocation, which evicts idle blocks
         slots = [self._host.hold(one.name) for one in found]
         self._store_next(len(found))  # a load may be larger than a step
+        self._is_for_load = True
         blocks = tuple(self._pool.allocate(len(found)))
+        self._is_for_load = False
         copy = self._copier.load(slots, blocks)
         self._loads.append(_Load(copy, sequence, kept, found, blocks))
         self._loading |= {one.name for one in found}
@@ -261,9 +264,10 @@ class KVOffload:
         self._counts = replace(self._counts, **counts)
 
     def _before_write(self, block: int) -> None:
-        """Has the steps that will write an allocated block wait for the copy that reads it."""
+        """Has the steps that will write an allocated block wait for the copy that reads it. Steps
+        write no block of a load before it has landed, and the copies themselves are in order."""
         store = self._store_of.pop(block, None)
-        if store is not None:
+        if store is not None and not self._is_for_load:
             self._copier.hold_steps(store.copy)
 
 

@@ -143,13 +143,17 @@ def test_aborts_in_the_middle_of_loads_leave_nothing(
 
 def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> None:
     runner = FakeRunner(100, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
-    runner_with_host(runner, 2000)
+    copier = runner_with_host(runner, 2000)
     engine, _ = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=2)
     always_copies(engine)
     prompts = [[1 + i, *([7] * 160)] for i in range(5)]  # 40 blocks each
-    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 3)
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 1)
+    num_held = copier.num_held
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 2)
     load = engine.load()
     assert load.kv_host.num_dropped_blocks == 0
+    # A step waits for stores of blocks that it writes, one a prompt, and not of those of a load.
+    assert copier.num_held - num_held <= 10
     assert load.kv_host.hit_tokens == 10 * 160
     check_no_leak(engine)
 

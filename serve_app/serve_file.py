@@ -67,10 +67,13 @@ def read_serve_file(path: Path) -> ServeFile:
         raise ServeFileError(f"{path}: args.{error}") from error
     if not args.models:
         raise ServeFileError(f"{path}: args.models names no base model to serve")
+    port = schema.http_options.port
+    if not 1 <= port <= 65535:
+        raise ServeFileError(f"{path}: http_options.port is {port}, and must be from 1 to 65535")
     host = schema.http_options.host or "0.0.0.0"
     if (why := refusal(host, args)) is not None:
         raise ServeFileError(f"{path}: {why}")
-    return ServeFile(path, host, schema.http_options.port, args)
+    return ServeFile(path, host, port, args)
 
 
 def refusal(host: str, args: PlatformArgs) -> str | None:

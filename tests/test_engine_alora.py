@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from engine.activation import find_activation
+from engine.checks.validation import check_adapter
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import InvalidRequestError
@@ -267,6 +268,12 @@ def test_a_later_invocation_makes_the_earlier_one_the_base_s(
     assert cached(engine, "1", second, "judge") == start // BLOCK_SIZE * BLOCK_SIZE
     found = run(engine, Request("2", tuple(second), PARAMS, "judge"))
     assert found["2"] == peft_greedy(base, adapters["judge"], second, 6)
+
+
+def test_an_invocation_beyond_the_vocabulary_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = make_alora(tmp_path / "far", base, (3, 10**9), 0)
+    with pytest.raises(AdapterError, match=r"alora_invocation_tokens holds 1000000000, .* tokens"):
+        check_adapter(folder, base)
 
 
 def test_a_step_has_a_bounded_number_of_splits(base: Path, adapters: dict[str, Path]) -> None:

@@ -156,6 +156,17 @@ def test_a_long_chat_is_read_by_a_worker_with_the_adapters_template(client: http
         assert f"{20_000 + extra} characters" in answer.json()["error"]["message"]
 
 
+def test_a_text_is_read_for_the_adapters_of_the_field(client: httpx.Client) -> None:
+    body = {"model": BASE, "messages": [{"role": "user", "content": "hello"}]}
+    answer = client.post("/tokenize", json={**body, "adapters": [{"name": "tools"}]})
+    assert answer.json()["count"] == len("tools:hello")
+    unknown = client.post("/tokenize", json={**body, "adapters": [{"name": "nope"}]})
+    assert unknown.status_code == 404
+    for wrong in (5, True, [{"nom": "tools"}]):
+        refused = client.post("/detokenize", json={"model": BASE, "tokens": [], "adapters": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"][:8]) == (400, "adapters")
+
+
 def test_both_arms_of_a_canary_use_the_templates_of_their_versions(client: httpx.Client) -> None:
     prompts = {"split@1": len("one:hello"), "split@2": len("the second:hello")}
     seen = {}

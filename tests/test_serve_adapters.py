@@ -325,6 +325,7 @@ def test_what_cannot_be_loaded_is_told_as_vllm_tells_it(
     assert missing.status_code == 404
     assert "No adapter found for" in words(missing)
     assert load(client, "nobody", "org/name").status_code == 404
+    assert load(client, "nobody", "/" + "a" * 5000).status_code == 404
     assert load(client, RIG_BASE, make_folder(tmp_path, "a")).status_code == 400
     assert load(client, "no such name!", tmp_path / "a").status_code == 400
     assert client.post("/v1/load_lora_adapter", content=b"{").status_code == 400

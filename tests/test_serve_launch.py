@@ -110,6 +110,8 @@ def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gate
         ("[{name: tiny}]", "[{name: tiny}, {name: tiny}]", "twice"),
         ("{name: tiny}", "{name: tiny, engine: {dtype: int3}}", r"engine\.dtype"),
         ("port: 8123", "port: many", r"http_options\.port"),
+        ("port: 8123", "port: 70000", r"http_options\.port is 70000, and must be from 1 to 65535"),
+        ("port: 8123", "port: -1", r"http_options\.port is -1"),
         ("serve_app.app:build", "other:build", "exactly one application"),
         ("[{name: tiny}]", "[", "not YAML"),
         ("{name: tiny}", "{name: tiny, max_queued_requests: 0}", "max_queued_requests"),

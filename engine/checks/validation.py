@@ -20,6 +20,7 @@ from engine.json_values import read_json
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weight_shapes import expected_shapes
 from lora.adapter import Adapter, read_adapter
+from lora.errors import AdapterError
 from lora.low_rank import MAX_RANK as MAX_RANK
 from lora.low_rank import ConversionLimits as ConversionLimits
 from lora.lycoris import Notice as Notice
@@ -110,10 +111,17 @@ def check_base(folder: Path) -> BaseReport:
 
 def check_adapter(folder: Path, base_folder: Path) -> AdapterReport:
     """Raises AdapterError with the reason, UnsupportedModelError for the base's folder."""
-    adapter = read_checked(folder, "", base_folder, read_model_config(base_folder))
+    base = read_model_config(base_folder)
+    adapter = read_checked(folder, "", base_folder, base)
+    if unknown := [token for token in adapter.invocation if token >= base.vocab_size]:
+        raise AdapterError(
+            f"alora_invocation_tokens holds {unknown[0]}, and the base has {base.vocab_size} tokens"
+        )
     warnings = []
     if adapter.is_noop:
-        warnings.append("the adapter changes nothing: every lora_B or lora_A is zero")
+        warnings.append(
+            "the adapter changes nothing: every lora_B or lora_A, or its scale, is zero"
+        )
     if adapter.num_unread:
         warnings.append(
             f"{adapter.num_unread} tensors of the part of the model for images are not read: they "

@@ -6,11 +6,13 @@ A text or a list of ids may be as long as a prompt; beyond the model's context i
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
 from engine.errors import InvalidRequestError
+from registry.names import join_adapters
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.model_access import check_model, check_route
@@ -18,6 +20,7 @@ from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
+from serve_app.openai.adapters_field import check_base_alone
 from serve_app.openai.engine_params import detokenize_request, tokenize_request
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -34,7 +37,7 @@ MAX_DETOKENIZE_BYTES = 1024**2
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, TokenizeRequest, MAX_TOKENIZE_BYTES)
-    base = await _find_base(request, body.model)
+    base = await _find_base(request, body.model, body.adapters)
     ids, texts = await state.texts.run(tokenize_request, body, raw, base.text, base.description)
     return json_response(
         {
@@ -50,7 +53,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
-    base = await _find_base(request, body.model)
+    base = await _find_base(request, body.model, body.adapters)
     text = await state.texts.run(detokenize_request, body, raw, base.text, base.description)
     return json_response({"prompt": text})
 
@@ -83,10 +86,15 @@ async def _read(
     return await state.texts.parse(kind, raw), raw
 
 
-async def _find_base(request: Request, model: str | None) -> BaseHandle:
+async def _find_base(
+    request: Request, model: str | None, adapters: Sequence[tuple[str, float]] = ()
+) -> BaseHandle:
     """Returns the handle of the model's base; the name may be left out if there is one base."""
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
+    if adapters:
+        check_base_alone(named, adapters)
+        named = join_adapters(named, adapters)
     try:
         check_model(state.gateway, caller_of(request), named)
     except ApiError:

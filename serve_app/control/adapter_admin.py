@@ -71,7 +71,7 @@ class AdapterAdmin:
                     f"The lora adapter '{name}' was registered in the registry, not loaded from a "
                     "folder: register its next version there."
                 )
-        if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
+        if not folder.is_absolute() or not _holds_adapter(folder):
             raise NotFoundError(f"Loading lora {name} failed: No adapter found for {folder}")
         alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
         await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
@@ -102,6 +102,13 @@ class AdapterAdmin:
             return _find(await asyncio.to_thread(self._read), name)
         except NotFoundError:  # the alias is again on a version that cannot be served
             return None
+
+
+def _holds_adapter(folder: Path) -> bool:
+    try:
+        return (folder / "adapter_config.json").is_file()
+    except OSError:  # a name that is too long for a file, or a folder that must not be read
+        return False
 
 
 def _find(catalog: Catalog, name: str) -> AdapterVersion:

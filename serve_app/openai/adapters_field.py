@@ -14,6 +14,15 @@ from serve_app.openai.json_body import FieldError
 _SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
 
 
+def check_base_alone(model: str, adapters: object) -> None:
+    """Raises FieldError if the model names adapters beside those of the field."""
+    if adapters and (found := next((c for c in ":+*" if c in model), None)):
+        raise FieldError(
+            f"adapters: model must name a base alone then, got {shown(model)} with {found!r}.",
+            "adapters",
+        )
+
+
 def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
     if value is None:
         return ()

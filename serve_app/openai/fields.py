@@ -16,7 +16,7 @@ from engine.admission import MIN_REPETITION_PENALTY
 from engine.types import Grammar, SpeculationMode
 from registry.names import join_adapters
 from serve_app.errors import shown
-from serve_app.openai.adapters_field import Adapters
+from serve_app.openai.adapters_field import Adapters, check_base_alone
 from serve_app.openai.json_body import FieldError
 from serve_app.openai.structured import (
     GuidedChoice,
@@ -288,12 +288,7 @@ class GenerationFields(BaseModel):
             raise FieldError(
                 f"min_tokens: {self.min_tokens} is more than max_tokens, {limit}.", "min_tokens"
             )
-        if self.adapters and (found := next((c for c in ":+*" if c in self.model), None)):
-            raise FieldError(
-                f"adapters: model must name a base alone then, got {shown(self.model)} with "
-                f"{found!r}.",
-                "adapters",
-            )
+        check_base_alone(self.model, self.adapters)
         self._check_constraints()
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options: is allowed only if stream is true.", "stream_options")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from serve_app.openai.adapters_field import Adapters
 from serve_app.openai.chat import ChatTemplateFields, check_messages
 from serve_app.openai.fields import check_token_ids
 from serve_app.openai.json_body import FieldError
@@ -26,6 +27,7 @@ class TokenizeRequest(ChatTemplateFields):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, min_length=1, max_length=256)
+    adapters: Adapters = ()  # of the base that `model` names
     prompt: str | None = None
     messages: Annotated[
         tuple[ChatMessage, ...] | None,
@@ -47,6 +49,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, min_length=1, max_length=256)
+    adapters: Adapters = ()  # of the base that `model` names
     tokens: Annotated[
         tuple[int, ...], PlainValidator(_check_tokens, json_schema_input_type=list[int])
     ]

@@ -20,6 +20,7 @@ from serve_app.config import (
     cache_folder,
     default_aliases,
     default_home,
+    in_words,
     tracking_uri,
 )
 from tests.fakes import make_request
@@ -101,6 +102,30 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
 def test_a_wrong_file_is_refused_with_the_field(args: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         PlatformArgs.model_validate(args)
+
+
+def test_a_bare_off_is_a_word_though_yaml_reads_false() -> None:
+    engine = yaml.safe_load("speculation: off")
+    assert engine == {"speculation": False}
+    assert EngineArgs.model_validate(engine).speculation == "off"
+    with pytest.raises(ValidationError):
+        EngineArgs.model_validate({"speculation": True})
+
+
+def test_a_refusal_shows_numbers_and_words_but_no_address() -> None:
+    wrong = {
+        "models": [{"name": "a", "engine": {"kv_host_bytes": -1, "device": "tpu"}}],
+        "registry": {"webhook_url": "front:secret@host"},
+    }
+    with pytest.raises(ValidationError) as refusal:
+        PlatformArgs.model_validate(wrong)
+    words = in_words(refusal.value, "args.")
+    assert "args.models.0.engine.kv_host_bytes: Input should be greater" in words
+    assert ", got -1" in words
+    assert ", got 'tpu'" in words
+    assert "registry.webhook_url" in words
+    assert "secret" not in words
+    assert "Value error" not in words
 
 
 def test_the_engine_gets_what_the_file_says_and_else_its_own_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.config import EngineConfig
 from engine.types import SpeculationMode
@@ -143,6 +143,12 @@ class EngineArgs(Args):
                 "on the host are found by their prefixes"
             )
         return self
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """Accepts a bare `off` in a file: YAML 1.1 reads it as false."""
+        return "off" if value is False else value
 
     def to_config(self, model_path: str, base_digest: str, device: str) -> EngineConfig:
         """Returns the engine's configuration on `device`, defaults of that device included."""

@@ -133,9 +133,13 @@ class ScaledArgs(Args):
 
 
 def in_words(error: ValidationError, prefix: str = "") -> str:
-    """Returns one sentence that names each wrong field by its path."""
-    found = [
-        f"{prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
-        for one in error.errors()
-    ]
+    """Returns one sentence that names each wrong field by its path, and its value where that is a
+    number or one of a few words; others may hold a secret."""
+    found = []
+    for one in error.errors():
+        where = prefix + ".".join(str(part) for part in one["loc"])
+        words, value = one["msg"].removeprefix("Value error, "), one["input"]
+        if isinstance(value, int | float) or one["type"] == "literal_error":
+            words += f", got {str(value)[:80]!r}" if isinstance(value, str) else f", got {value}"
+        found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)

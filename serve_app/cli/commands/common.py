@@ -20,6 +20,8 @@ from serve_app.cli.commands.failure import Failure as Failure
 # Output into a pipe is not wrapped, and a table is as wide as its longest cells.
 _PIPE_COLUMNS = 100_000
 console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+WAITING = "Waiting: "  # begins a status with a reason
+LOADING = f"{WAITING}models are loading"
 
 
 class ModelLine(msgspec.Struct):
@@ -76,7 +78,7 @@ def ready_status(client: httpx.Client, url: str) -> str | None:
         words = msgspec.json.decode(answer.content, type=_Status).status
     except msgspec.DecodeError:
         return "Starting Serve"
-    return f"Waiting: {words}" if words else "Starting Serve"
+    return f"{WAITING}{words}" if words else "Starting Serve"
 
 
 def served_models(client: httpx.Client, url: str) -> list[ModelLine]:

@@ -29,7 +29,14 @@ from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import config, logs
 from serve_app.cli import launch
 from serve_app.cli.admin_token import ensure_token
-from serve_app.cli.commands.common import Failure, console, list_served, ready_status
+from serve_app.cli.commands.common import (
+    LOADING,
+    WAITING,
+    Failure,
+    console,
+    list_served,
+    ready_status,
+)
 from serve_app.cli.commands.store import open_configured
 from serve_app.cli.demo.examples import EXAMPLES
 from serve_app.cli.drain import drain
@@ -162,6 +169,7 @@ def _run(
 ) -> bool:
     """Waits for a signal. Returns whether the server became ready before it."""
     started_s = time.monotonic()
+    reasons = {LOADING}  # for waiting, each of which is printed once
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
         while not signals:
             _check_alive(child)
@@ -172,6 +180,9 @@ def _run(
             waited_s = time.monotonic() - started_s
             if waited_s > timeout_s:
                 _fail(child, f"Not ready after {timeout_s:.0f} s ({words})")
+            if words.startswith(WAITING) and words not in reasons:
+                reasons.add(words)
+                console.print("[yellow]warning:[/]", Text(words), soft_wrap=True)
             status.update(f"{words} ({waited_s:.0f} s; log: {child.log})")
             time.sleep(_POLL_S)
     if signals:

@@ -164,6 +164,8 @@ def _check_costs(grammar: Grammar) -> None:
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     words = " ".join(reason.split())[:MAX_ERROR_CHARS]
+    if "NoExtensionBias" in words:  # llguidance's word for a start without any next byte
+        words = "it matches no text"
     return InvalidRequestError(f"the grammar ({grammar.kind}) is refused: {words}", "grammar")
 
 

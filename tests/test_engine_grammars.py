@@ -339,6 +339,16 @@ def test_a_grammar_whose_first_mask_costs_too_much_is_refused_before_it_runs() -
     assert "Too many items" in str(outputs["a", 0][-1].error)
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", r"[^\s\S]")],
+    ids=lambda grammar: grammar.kind,
+)
+def test_a_grammar_of_no_text_says_so(grammar: Grammar) -> None:
+    outputs = run(make_grammar_engine(DeferringRunner()), [request_of("a", grammar)])
+    assert "it matches no text" in str(outputs["a", 0][-1].error)
+
+
 @pytest.mark.parametrize("factor", ["0.01", "5", "1e2", "0.25"])
 def test_usual_multiples_are_accepted(factor: str) -> None:
     check_grammar(Grammar("json_schema", f'{{"type": "number", "multipleOf": {factor}}}'))

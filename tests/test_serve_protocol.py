@@ -192,7 +192,7 @@ WRONG: dict[str, list[object]] = {
     ],
     "max_tokens": [-1, 1.0, "5", True, 2**31],
     "cache_salt": ["", "x" * 257, 5],
-    "model": ["", None, 5, "x" * 257],
+    "model": ["", None, 5, "x" * 513],
     "stream": ["true"],
     "stream_options": [{"include_usage": True}],
     "ignore_eos": [1],

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from engine.admission import MIN_REPETITION_PENALTY
 from engine.types import Grammar, SpeculationMode
-from registry.names import join_adapters
+from registry.names import MAX_MODEL_LENGTH, join_adapters
 from serve_app.errors import shown
 from serve_app.openai.adapters_field import Adapters, check_base_alone
 from serve_app.openai.json_body import FieldError
@@ -199,7 +199,7 @@ class GenerationFields(BaseModel):
     refused: ClassVar[frozenset[str]] = frozenset()  # if truthy, at this endpoint only
     cuts_max_tokens: ClassVar[bool] = False  # to what fits, instead of a refusal
 
-    model: str = Field(min_length=1, max_length=256)
+    model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: Adapters = ()  # of the base that `model` names
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from registry.names import MAX_MODEL_LENGTH
 from serve_app.openai.adapters_field import Adapters
 from serve_app.openai.chat import ChatTemplateFields, check_messages
 from serve_app.openai.fields import check_token_ids
@@ -26,7 +27,7 @@ class TokenizeRequest(ChatTemplateFields):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: str | None = Field(None, min_length=1, max_length=256)
+    model: str | None = Field(None, min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: Adapters = ()  # of the base that `model` names
     prompt: str | None = None
     messages: Annotated[
@@ -48,7 +49,7 @@ class TokenizeRequest(ChatTemplateFields):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: str | None = Field(None, min_length=1, max_length=256)
+    model: str | None = Field(None, min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: Adapters = ()  # of the base that `model` names
     tokens: Annotated[
         tuple[int, ...], PlainValidator(_check_tokens, json_schema_input_type=list[int])

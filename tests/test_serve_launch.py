@@ -1,5 +1,6 @@
 """The launcher's failures and its end: what is said, and that nothing is left running."""
 
+import json
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from serve_app.cli.drain import drain
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
-from tests.registry_helpers import embedded_uri, register_base
+from tests.registry_helpers import BASE_FACTS, base_folder, embedded_uri, register_base
 from tests.waiting import eventually
 
 FILE = """
@@ -178,6 +179,28 @@ def test_a_base_that_is_not_registered_ends_the_command_with_what_to_do(
     error = refused(path, home, capsys)
     assert "args.models: no base model is named 'nobody'" in error
     assert "loraplex register base FOLDER --name nobody" in error
+
+
+def test_ranks_that_cannot_share_the_base_end_the_command(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 72,
+        "intermediate_size": 144,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 64,
+    }
+    folder = base_folder(tmp_path / "nine")
+    (folder / "config.json").write_text(json.dumps(config))
+    Registry(embedded_uri(home)).register_base(folder, "nine", facts=BASE_FACTS)
+    engine = "name: nine, engine: {device: cpu, tensor_parallel_size: 2}"
+    error = refused(write_file(tmp_path, free_port(), "name: tiny", engine), home, capsys)
+    words = "tensor_parallel_size is 2, which does not divide num_attention_heads 9"
+    assert f"args.models.0.engine: {words}" in error
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ import httpx
 import msgspec
 from rich.text import Text
 
-from engine.errors import EngineMemoryError
+from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import total_bytes
 from engine.memory_plan import check_asked
 from registry.catalog import Catalog
+from registry.entities import BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import config, logs
 from serve_app.cli import launch
@@ -37,7 +38,7 @@ from serve_app.cli.commands.common import (
     list_served,
     ready_status,
 )
-from serve_app.cli.commands.store import open_configured
+from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo.examples import EXAMPLES
 from serve_app.cli.drain import drain
 from serve_app.cli.signatures.options import LogFormat
@@ -91,8 +92,9 @@ def serve(
 
 
 def _check_bases(wanted: ServeFile) -> None:
-    """Raises Failure for a base of the file that is not registered. A registry that does not answer
-    is no refusal: the server starts with its stored catalog, or waits."""
+    """Raises Failure for a base of the file that is not registered, or that its ranks cannot share.
+    A registry that does not answer is no refusal: the server starts with its stored catalog, or
+    waits."""
     with console.status("Looking into the registry"):
         try:
             catalog: Catalog | None = _look_briefly(wanted.args.registry)
@@ -107,15 +109,35 @@ def _check_bases(wanted: ServeFile) -> None:
             console.print("[yellow]warning:[/]", Text(words), soft_wrap=True)
     if catalog is None:
         return
-    for model in wanted.args.models:
+    for number, model in enumerate(wanted.args.models):
         try:
-            catalog.resolve_base(model.name)
+            base = catalog.resolve_base(model.name)
         except RegistryError as error:
             name = model.name.partition("@")[0]
             raise Failure(
                 f"{wanted.path}: args.models: {error}. Register it first: "
                 f"loraplex register base FOLDER --name {name} (the demo's: loraplex demo)"
             ) from error
+        if model.engine.tensor_parallel_size > 1:
+            _check_ranks(wanted, number, base)
+
+
+def _check_ranks(wanted: ServeFile, number: int, base: BaseVersion) -> None:
+    """Raises Failure if the ranks of the file's model of this number cannot share its base."""
+    # They import torch, which takes seconds.
+    from engine.model_config import read_model_config
+    from engine.parallel.shards import Shard
+
+    try:
+        registry = open_configured(wanted.args.registry)
+        folder = registry.fetch(base, open_cache(), files=("*.json",))
+    except RegistryError:
+        return  # the server waits for the files
+    size = wanted.args.models[number].engine.tensor_parallel_size
+    try:
+        Shard(read_model_config(folder), size=size)
+    except UnsupportedModelError as error:
+        raise Failure(f"{wanted.path}: args.models.{number}.engine: {error}") from error
 
 
 def _check_memory(wanted: ServeFile) -> None:

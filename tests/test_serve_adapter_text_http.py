@@ -162,6 +162,10 @@ def test_a_text_is_read_for_the_adapters_of_the_field(client: httpx.Client) -> N
     assert answer.json()["count"] == len("tools:hello")
     unknown = client.post("/tokenize", json={**body, "adapters": [{"name": "nope"}]})
     assert unknown.status_code == 404
+    beside = {"model": f"{BASE}:tools", "adapters": [{"name": "plain"}], "tokens": []}
+    refused = client.post("/detokenize", json=beside)
+    assert refused.status_code == 400
+    assert "model must name a base alone" in refused.json()["error"]["message"]
     for wrong in (5, True, [{"nom": "tools"}]):
         refused = client.post("/detokenize", json={"model": BASE, "tokens": [], "adapters": wrong})
         assert (refused.status_code, refused.json()["error"]["param"][:8]) == (400, "adapters")

@@ -23,7 +23,7 @@ from serve_app.cli import launch
 from serve_app.cli import main as cli
 from serve_app.cli.commands import serve
 from serve_app.cli.drain import drain
-from serve_app.config import IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 from tests.registry_helpers import BASE_FACTS, base_folder, embedded_uri, register_base
@@ -221,7 +221,8 @@ def test_a_registry_that_says_nothing_does_not_hold_up_the_check(
     monkeypatch.setattr(serve, "_REGISTRY_WAIT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        models = (ModelArgs(name="tiny"),)
+        # Ranks are checked with the base's files, which the registry does not send either.
+        models = (ModelArgs(name="tiny", engine=EngineArgs(tensor_parallel_size=2)),)
         args = PlatformArgs(models=models, registry=RegistryArgs(tracking_uri=uri))
         wanted = ServeFile(Path("serve.yaml"), "127.0.0.1", 8000, args)
         serve._check_bases(wanted)

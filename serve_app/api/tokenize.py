@@ -20,7 +20,6 @@ from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
-from serve_app.openai.adapters_field import check_base_alone
 from serve_app.openai.engine_params import detokenize_request, tokenize_request
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -93,7 +92,6 @@ async def _find_base(
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
     if adapters:
-        check_base_alone(named, adapters)
         named = join_adapters(named, adapters)
     try:
         check_model(state.gateway, caller_of(request), named)

@@ -140,6 +140,6 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
         where = prefix + ".".join(str(part) for part in one["loc"])
         words, value = one["msg"].removeprefix("Value error, "), one["input"]
         if isinstance(value, int | float) or one["type"] == "literal_error":
-            words += f", got {str(value)[:80]!r}" if isinstance(value, str) else f", got {value}"
+            words += f", got {ascii(value)[:80]}"
         found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)

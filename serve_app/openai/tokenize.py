@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from registry.names import MAX_MODEL_LENGTH
-from serve_app.openai.adapters_field import Adapters
+from serve_app.openai.adapters_field import Adapters, check_base_alone
 from serve_app.openai.chat import ChatTemplateFields, check_messages
 from serve_app.openai.fields import check_token_ids
 from serve_app.openai.json_body import FieldError
@@ -22,13 +22,23 @@ def _check_tokens(value: object) -> tuple[int, ...]:
     return tuple(check_token_ids(value, "tokens"))
 
 
-class TokenizeRequest(ChatTemplateFields):
-    """Holds either `prompt` or `messages`. `model` may be left out if the server has one base."""
+class _ModelFields(BaseModel):
+    """The model whose text side reads the body."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: Adapters = ()  # of the base that `model` names
+
+    @model_validator(mode="after")
+    def _adapters_are_named_once(self) -> Self:
+        check_base_alone(self.model or "", self.adapters)
+        return self
+
+
+class TokenizeRequest(_ModelFields, ChatTemplateFields):
+    """Holds either `prompt` or `messages`. `model` may be left out if the server has one base."""
+
     prompt: str | None = None
     messages: Annotated[
         tuple[ChatMessage, ...] | None,
@@ -46,11 +56,7 @@ class TokenizeRequest(ChatTemplateFields):
         return self
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    model: str | None = Field(None, min_length=1, max_length=MAX_MODEL_LENGTH)
-    adapters: Adapters = ()  # of the base that `model` names
+class DetokenizeRequest(_ModelFields):
     tokens: Annotated[
         tuple[int, ...], PlainValidator(_check_tokens, json_schema_input_type=list[int])
     ]

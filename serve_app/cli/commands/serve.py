@@ -95,10 +95,12 @@ def _check_bases(wanted: ServeFile) -> None:
     """Raises Failure for a base of the file that is not registered, or that its ranks cannot share.
     A registry that does not answer is no refusal: the server starts with its stored catalog, or
     waits."""
+    answers = True
     with console.status("Looking into the registry"):
         try:
             catalog: Catalog | None = _look_briefly(wanted.args.registry)
         except RegistryError as error:
+            answers = False
             catalog = _stored(wanted.args.registry)
             then = (
                 "the server waits for it: no catalog of it is stored here"
@@ -118,7 +120,7 @@ def _check_bases(wanted: ServeFile) -> None:
                 f"{wanted.path}: args.models: {error}. Register it first: "
                 f"loraplex register base FOLDER --name {name} (the demo's: loraplex demo)"
             ) from error
-        if model.engine.tensor_parallel_size > 1:
+        if answers and model.engine.tensor_parallel_size > 1:
             _check_ranks(wanted, number, base)
 
 

@@ -10,9 +10,8 @@ TORCH := torch==2.13.0
 TORCH_INDEX ?=
 GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
 INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
-# Processes that share the tests: tests/conftest.py. One more than cores has the time in which servers
-# wait: faster on a machine whose disk has the packages in memory; on a cold one Ray's own limit of
-# 30 s for its start was not enough for three at once.
+# Processes that share the tests: tests/conftest.py. With three on two cores of a new machine, whose
+# disk has the packages not in memory yet, a start of Ray passed the 30 s that Ray allows.
 JOBS ?= 2
 # Threads of torch that wait would spin: with a process on each core, that is half of the time.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)

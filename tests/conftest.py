@@ -14,7 +14,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
 
 # The markers of tests that use these fixtures.
 _MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
@@ -119,59 +118,22 @@ _SHARED_SERVE = (
 )
 # Files of which each test is long and starts all that it needs.
 _APART = ("test_interpreter", "test_notebooks")
-# Files beside the shared Serve that start servers and wait for them.
-_SERVERS = (
-    "test_end_to_end",
-    "test_notebooks",
-    "test_adversary",
-    "test_serve_launch",
-    "test_serve_haproxy",
-    "test_registry_server",
-    "test_registry_postgres",
-    "test_registry_client",
-    "test_serve_cached_registry",
-    "test_serve_effect",
-    "test_serve_warm",
-    "test_engine_ranks",
-)
 # Of test_serve_launch only two tests are long, and these carry the marker `serve`.
 _FIRST = (*_SHARED_SERVE, *_SLOW_FILES[:4], "test_serve_launch", *_SLOW_FILES[4:])
-_SHARED = "the shared Serve"
 # Hypothesis would fail an example of more than 200 ms, which shares a core with others here.
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
 _ORDER = {stem: place for place, stem in enumerate(_FIRST)}
 
 
-def _fills_pauses(worker: str) -> bool:
-    """Returns True for pytest's processes beyond the number of cores. Servers spend half of their
-    tests waiting: such a process runs other tests meanwhile, and leaves the cores to servers."""
-    return int(worker.removeprefix("gw")) >= len(os.sched_getaffinity(0))
-
-
-def pytest_configure() -> None:
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None and _fills_pauses(worker):
-        os.nice(10)
-
-
 class SharedTests(LoadScopeScheduling):
     """A file's tests run in order in one process; a process that is free takes the next file."""
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        fills_pauses = _fills_pauses(node.gateway.id)
-        for scope in self.workqueue:
-            is_server = scope == _SHARED or Path(scope.partition("::")[0]).stem in _SERVERS
-            if is_server != fills_pauses:
-                self.workqueue.move_to_end(scope, last=False)
-                break
-        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         stem = Path(file).stem
         if stem in _SHARED_SERVE:
-            return _SHARED
+            return "the shared Serve"
         return nodeid if stem in _APART else file
 
 

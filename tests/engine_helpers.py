@@ -75,6 +75,12 @@ def make_base(folder: Path, family: str = "llama", **changes: object) -> Path:
     return folder
 
 
+def make_small_base(folder: Path, family: str = "llama", **changes: object) -> Path:
+    """A base of one layer and two heads that share keys, which the interpreter runs fast."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return make_base(folder, family, **(sizes | changes))
+
+
 def make_named_adapters(base: Path, specs: Mapping[str, tuple[int, Many[str]]]) -> dict[str, Path]:
     """Makes adapters beside the base, each of its rank and targets. Returns them by name."""
     return {

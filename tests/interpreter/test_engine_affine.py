@@ -20,8 +20,8 @@ from tests.engine_helpers import (
     acquire,
     decode_beside,
     make_adapter,
-    make_base,
     make_sequence,
+    make_small_base,
     open_small,
     random_prompt,
     run_mixed,
@@ -43,12 +43,9 @@ def few_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(
+    return make_small_base(
         tmp_path_factory.mktemp("models") / "base",
         "qwen2",
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
     )
 
 

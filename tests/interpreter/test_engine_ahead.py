@@ -13,18 +13,15 @@ from engine.core import Engine
 from engine.runner import ModelRunner
 from engine.types import Request, ResumedChoice, SamplingParams
 from tests.engine_agreement import Reply, make_engine, run_all
-from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.engine_helpers import make_adapter, make_runner, make_small_base, random_prompt
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(
+    return make_small_base(
         tmp_path_factory.mktemp("models") / "base",
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
     )
 
 

@@ -11,7 +11,7 @@ from engine.core import Engine
 from engine.inputs import LoraReach
 from engine.types import Grammar, Request, SamplingParams
 from tests.called_graphs import use_few_programs, with_graphs
-from tests.engine_helpers import make_base, make_named_adapters, make_runner, random_prompt
+from tests.engine_helpers import make_named_adapters, make_runner, make_small_base, random_prompt
 from tests.fakes import make_config
 from tests.grammar_helpers import EOS, VOCAB, grammars
 
@@ -59,12 +59,11 @@ def test_two_ranks_of_a_device_draw_the_tokens_of_one(
 ) -> None:
     monkeypatch.setattr("engine.parallel.group._MAIN", _MAIN)
     use_few_programs(monkeypatch.setattr)
-    base = make_base(
+    base = make_small_base(
         tmp_path / "base",
         vocab_size=VOCAB,
         eos_token_id=EOS,
         pad_token_id=EOS,
-        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
     )

@@ -10,7 +10,7 @@ from engine.drafts import Drafter
 from engine.runner import ModelRunner
 from engine.types import Grammar, Request, SamplingParams, Sequence, TokenLogprobs
 from tests.called_graphs import with_graphs
-from tests.engine_helpers import make_base, make_named_adapters, open_small, random_prompt
+from tests.engine_helpers import make_named_adapters, make_small_base, open_small, random_prompt
 from tests.fakes import make_config
 from tests.grammar_helpers import EOS, VOCAB, grammars
 from tests.speculation_helpers import ScriptedDrafter
@@ -30,14 +30,11 @@ Found = dict[str, tuple[list[int], list[TokenLogprobs]]]
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder = tmp_path_factory.mktemp("models") / "base"
-    base = make_base(
+    base = make_small_base(
         folder,
         vocab_size=VOCAB,
         eos_token_id=EOS,
         pad_token_id=EOS,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
     )
     return open_small(base, make_named_adapters(base, ADAPTERS), "triton")
 

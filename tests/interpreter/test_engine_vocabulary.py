@@ -19,9 +19,9 @@ from tests.engine_helpers import (
     Job,
     acquire,
     decode_beside,
-    make_base,
     make_named_adapters,
     make_sequence,
+    make_small_base,
     open_small,
     random_prompt,
     run_mixed,
@@ -48,11 +48,8 @@ def few_programs() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary in several pieces of columns."""
-    return make_base(
+    return make_small_base(
         tmp_path_factory.mktemp("models") / "base",
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         vocab_size=300,
     )
 

@@ -14,7 +14,7 @@ from engine.core import Engine
 from engine.kernel_trace import trace_kernels
 from engine.types import Request, SamplingParams
 from kernels.triton_launch import recorded_calls
-from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.engine_helpers import make_adapter, make_runner, make_small_base, random_prompt
 from tests.int4_bases import gptq
 from tests.peft_kinds import save_peft
 from tests.quantized_bases import write_quantized
@@ -43,9 +43,7 @@ PARAMS = (
 def test_traffic_launches_listed_kernels_only(
     tmp_path: Path, dtype: str, quantization: str
 ) -> None:
-    base = make_base(
-        tmp_path / "base", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    )
+    base = make_small_base(tmp_path / "base")
     plain = base
     if quantization == "int4":
         quantize = gptq(32, symmetric=False)

@@ -123,8 +123,10 @@ class Speculation:
             ]
             num_sequences = sum(part.samples for part in parts)
             chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
-            self._is_open = any(chosen)
-            self._num_in_vain = 0 if self._is_open else self._num_in_vain + 1
+            # A gate that has to measure a step without drafts says nothing about drafts.
+            if not self._gate.is_stale(num_sequences):
+                self._is_open = any(chosen)
+                self._num_in_vain = 0 if self._is_open else self._num_in_vain + 1
             counts |= zip(gated, chosen, strict=True)
         return counts
 

@@ -8,9 +8,10 @@ the variant without drafts.
 
 With `--shape`: random weights of that shape, on a GPU, prompts of random tokens and drafts that are
 right with a fixed probability per token (`--acceptance`), replayed from a run without drafts. All
-requests of a round begin together, so the time after their prompts is told apart. The head is the
-embedding, moved by a row: the next token is then never nearly equal to another one, and an answer
-does not change with the rounding of larger steps, which would make all later drafts wrong.
+requests of a round begin together, so the time after their prompts is told apart, and that in which
+all of them run: the last ones run in a batch of few. The head is the embedding, moved by a row: the
+next token is then never nearly equal to another one, and an answer does not change with the
+rounding of larger steps, which would make all later drafts wrong.
 
     python -m tests.benchmarks.speculation [--concurrency 1,4,16] [--rounds 5] [--threads 1]
     python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6,0.8 --distinct 0,32
@@ -19,6 +20,7 @@ does not change with the rounding of larger steps, which would make all later dr
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -86,10 +88,19 @@ class Timing:
     seconds: float
     cpu_s: float  # of this process: with one thread, whatever else the machine does
     decode_s: float  # after the first token of every request
+    # Of the steps that began with all places taken by requests that had tokens: neither prompts nor
+    # the end of a round, when the luck of the last request leaves the others' places empty.
+    full_tokens: int
+    full_s: float
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.outputs.values()))
+
+    @property
+    def full_rate(self) -> float:
+        """Tokens per second of full steps; not a number without any."""
+        return self.full_tokens / self.full_s if self.full_s else math.nan
 
 
 def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing:
@@ -98,16 +109,24 @@ def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing
     waiting, num_open = list(reversed(requests)), 0
     first_step = engine.load().num_steps
     begun: set[str] = set()
-    decode_began_s = 0.0
+    decode_began_s, full_tokens, full_s, num_ended = 0.0, 0, 0.0, 0
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    step_began_s = began_s
     while waiting or engine.has_work:
         while waiting and num_open < concurrency:
             engine.add_request(waiting.pop())
             num_open += 1
-        for output in engine.step().outputs:
+        is_full = len(begun) - num_ended == concurrency
+        step = engine.step()
+        step_began_s, last_s = time.perf_counter(), step_began_s
+        if is_full:
+            full_tokens += sum(len(output.token_ids) for output in step.outputs)
+            full_s += step_began_s - last_s
+        for output in step.outputs:
             assert output.error is None, output.error
             outputs[output.request_id] += output.token_ids
             num_open -= output.finish_reason is not None
+            num_ended += output.finish_reason is not None
             if output.request_id not in begun:
                 begun.add(output.request_id)
                 decode_began_s = time.perf_counter()
@@ -118,6 +137,8 @@ def run(engine: Engine, requests: Sequence[Request], concurrency: int) -> Timing
         ended_s - began_s,
         time.process_time() - began_cpu_s,
         ended_s - decode_began_s,
+        full_tokens,
+        full_s,
     )
 
 
@@ -186,6 +207,7 @@ def measure(
             tokens_per_cpu_s=_median([t.num_tokens / t.cpu_s for t, _ in later]),
             speedup=_median([other.seconds / t.seconds for t, other in later]),
             decode_speedup=_median([other.decode_s / t.decode_s for t, other in later]),
+            full_speedup=_median([t.full_rate / other.full_rate for t, other in later]),
             cpu_speedup=_median([other.cpu_s / t.cpu_s for t, other in later]),
             first_round_speedup=round(plain[0].seconds / variant.timings[0].seconds, 3),
             draft_tokens=drafted,
@@ -195,8 +217,9 @@ def measure(
         )
 
 
-def _median(values: Sequence[float]) -> float:
-    return round(statistics.median(values), 3)
+def _median(values: Sequence[float]) -> float | None:
+    median = statistics.median(values)
+    return None if math.isnan(median) else round(median, 3)
 
 
 def demo_prompts(base: Path, adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:

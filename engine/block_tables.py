@@ -64,6 +64,8 @@ class BlockTables:
         if not self.pool.can_share:
             return
         sequence, size = item.sequence, self.pool.block_size
+        if item.start // size == item.end // size:
+            return
         self._extend_chain(sequence, item.end)
         for index in range(item.start // size, item.end // size):
             block = sequence.block_table[index]

@@ -34,10 +34,10 @@ from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import run_prompt_logits, with_prompt_logprobs
 from engine.sampler import by_sequence, change_logits_, changes_logits, draws_late, upload
 from engine.step_buffers import Words
-from engine.step_draws import Drawn, Logprobs
+from engine.step_draws import Drawn, Logprobs, drawn_rows
 from engine.step_inputs import StepInputs, StepLimits, is_decode
 from engine.step_layout import StepLayout
-from engine.types import Sample, ScheduledBatch, ScheduledSequence
+from engine.types import Sample, ScheduledBatch
 from engine.types import Sequence as Choice
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
@@ -66,10 +66,12 @@ class _Undrawn:
     launch."""
 
     logits: torch.Tensor | None  # [R, V]; None: no sequence samples
-    parts: tuple[ScheduledSequence, ...]  # one per row
+    batch: ScheduledBatch
+    num_rows: int
     inputs: StepInputs
     is_drawn: bool  # by the graph, from unchanged logits
     all_draw: bool  # every rank draws these tokens: no row has penalties, bias, bans or a grammar
+    has_logprobs: bool  # requested for a row
 
 
 @dataclass(slots=True)
@@ -86,9 +88,10 @@ class DeviceStep:
         undrawn, self.undrawn = self.undrawn, None
         if undrawn is None:
             return
-        for part in undrawn.parts:
+        for part in undrawn.batch.sequences:
             sequence = part.sequence  # without blocks it has ended, and its draw is discarded
             is_known = part.known_end <= len(sequence.token_ids) or not sequence.block_table
+            is_known = is_known or not part.samples
             assert is_known, "a step is drawn before the step before is committed"
         with device_faults(), torch.inference_mode():
             self.drawn = self.steps.draw(undrawn)
@@ -213,7 +216,7 @@ class DeviceSteps:
             return self._launch(batch)
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
-        parts, layout = batch.rows, self._write(batch)
+        layout = self._write(batch)
         # The parameters are those of a sequence: its rows, many with a draft, are not asked.
         drawing = [part for part in batch.sequences if part.samples]
         is_late = any(draws_late(part) for part in drawing)
@@ -227,7 +230,9 @@ class DeviceSteps:
             in_step = self._group.launch(layout, inputs.words(layout))
         with in_step:
             logits, prompts = self._run(layout, number)
-        undrawn = _Undrawn(logits, parts, inputs, layout.is_decode, layout.all_draw)
+        has_logprobs = any(part.sequence.request.params.logprobs is not None for part in drawing)
+        count, is_drawn, all_draw = layout.num_samples, layout.is_decode, layout.all_draw
+        undrawn = _Undrawn(logits, batch, count, inputs, is_drawn, all_draw, has_logprobs)
         self._drawn_rows = {}
         if is_late:
             return DeviceStep(self, batch, prompts, undrawn)
@@ -235,7 +240,7 @@ class DeviceSteps:
 
     def _write(self, batch: ScheduledBatch) -> StepLayout:
         """Writes a step on the host."""
-        size = self._graphs.size_for(len(batch.rows)) if is_decode(batch) else None
+        size = self._graphs.size_for(batch.num_tokens) if is_decode(batch) else None
         if size is not None:
             return self._decode.write_for_graph(batch, self._drawn_rows, size)
         kinds = self._mixed.site_kinds(batch.sequences)
@@ -307,18 +312,18 @@ class DeviceSteps:
 
     def draw(self, step: _Undrawn) -> Drawn:
         """Draws the tokens and starts their way to the host."""
-        parts = step.parts
+        count = step.num_rows
         logprobs = None if step.logits is None else self._finish(step.logits, step)
-        if self._group is not None and parts and not step.all_draw:
-            with self._group.together({"do": "draw", "count": len(parts)}):
-                self._model.ranks.broadcast_(self._drawn[: len(parts)])
-        self._drawn_rows = {part.sequence: row for row, part in enumerate(parts)}
+        if self._group is not None and count and not step.all_draw:
+            with self._group.together({"do": "draw", "count": count}):
+                self._model.ranks.broadcast_(self._drawn[:count])
         self._turn ^= 1
-        host_drawn = self._host_drawn[self._turn][: len(parts)]
-        host_drawn.copy_(self._drawn[: len(parts)], non_blocking=True)
+        host_drawn = self._host_drawn[self._turn][:count]
+        host_drawn.copy_(self._drawn[:count], non_blocking=True)
         done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()
+        self._drawn_rows = drawn_rows(step.batch)
         return Drawn(host_drawn, done, logprobs)
 
     def read(
@@ -326,11 +331,14 @@ class DeviceSteps:
     ) -> tuple[Sample, ...]:
         token_ids: list[int] = drawn.token_ids.tolist()
         logprobs = drawn.logprobs.read(token_ids) if drawn.logprobs else {}
-        answers = [
-            Sample(token_id, logprobs.get(row)) if token_id >= 0 else Sample(None, is_finite=False)
-            for row, token_id in enumerate(token_ids)
-        ]
-        samples = by_sequence(batch, answers)
+
+        def answer(row: int) -> Sample:
+            token_id = token_ids[row]
+            if token_id < 0:
+                return Sample(None, is_finite=False)
+            return Sample(token_id, logprobs.get(row)) if logprobs else Sample(token_id)
+
+        samples = by_sequence(batch, answer)
         if prompts is None:
             return tuple(samples)
         inputs, hidden = prompts.inputs, prompts.hidden
@@ -348,7 +356,9 @@ class DeviceSteps:
         return logits
 
     def _finish(self, logits: torch.Tensor, step: _Undrawn) -> Logprobs | None:
-        parts, is_drawn = step.parts, step.is_drawn
+        if step.is_drawn and step.all_draw and not step.has_logprobs:
+            return None
+        parts, is_drawn = step.batch.rows, step.is_drawn
         wanted = tuple(
             row
             for row, part in enumerate(parts)

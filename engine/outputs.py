@@ -7,7 +7,9 @@ by one, hence switching them off changes the number of steps and nothing else. F
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from collections.abc import Set as AbstractSet
 
 from engine.stopping import Ending, ending
 from engine.types import Sample, ScheduledSequence, Sequence, TokenLogprobs, TokenOutput
@@ -28,8 +30,8 @@ def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
 
 def add_tokens(
     sequence: Sequence,
-    drawn: Iterable[int],
-    eos_token_ids: Collection[int],
+    drawn: ListLike[int],
+    eos_token_ids: AbstractSet[int],
     max_model_len: int,
     *,
     can_force: bool,
@@ -43,6 +45,15 @@ def add_tokens(
     if params.max_tokens == 0:  # only the prompt was requested
         return ending(sequence, eos_token_ids, max_model_len)
     state = sequence.grammar_state
+    if state is None and not params.stop_token_ids and eos_token_ids.isdisjoint(drawn):
+        # The usual case, in a part of the time.
+        room = min(
+            params.max_tokens - sequence.num_output_tokens,
+            max_model_len - len(sequence.token_ids),
+        )
+        if len(drawn) < room:
+            sequence.token_ids += drawn
+            return None
     end = None
     for index, token_id in enumerate(drawn):
         if index and state is not None and not state.allows(token_id):

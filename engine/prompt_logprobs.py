@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -91,7 +90,7 @@ def completed(samples: Sequence[Sample], found: Sequence[Found]) -> tuple[Sample
     return tuple(
         Sample(None, is_finite=False)
         if own is None
-        else replace(sample, prompt_logprobs=own)
+        else sample._replace(prompt_logprobs=own)
         if own
         else sample
         for sample, own in zip(samples, found, strict=True)

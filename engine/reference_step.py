@@ -58,7 +58,7 @@ class ReferenceSteps:
                 logits = self._model.logits(hidden[: step.num_samples], inputs, 0, self._pool)
             prompts = find_prompt_logprobs(batch, inputs, hidden, self._model, self._pool)
         answers = [] if logits is None else sample(logits, batch.rows, self._eos_token_ids)
-        return FinishedStep(completed(by_sequence(batch, answers), prompts))
+        return FinishedStep(completed(by_sequence(batch, answers.__getitem__), prompts))
 
 
 def follow(model: Model, kv: KVCache, pool: AdapterPool, step: StepArrays) -> None:

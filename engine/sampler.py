@@ -8,8 +8,7 @@ reported and does not affect others. Free of blocks and adapters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -55,18 +54,25 @@ def sample(
     ]
 
 
-def by_sequence(batch: ScheduledBatch, answers: Iterable[Sample]) -> list[Sample]:
-    """Returns one sample per sequence of the batch, from those of its rows."""
-    drawn = iter(answers)
+def by_sequence(batch: ScheduledBatch, answer: Callable[[int], Sample]) -> list[Sample]:
+    """Returns one sample per sequence of the batch. `answer`: returns that of a row; called only
+    for rows that follow tokens which were drawn."""
     samples: list[Sample] = []
+    row = 0
     for part in batch.sequences:
-        first = next(drawn) if part.samples else Sample(None)
+        if not part.samples:
+            samples.append(Sample(None))
+            continue
+        sample = answer(row)
         if part.draft:
-            rest = tuple(islice(drawn, len(part.draft)))
-            first = Sample(
-                first.token_id, first.logprobs, first.prompt_logprobs, first.is_finite, rest
-            )
-        samples.append(first)
+            draws = [sample]
+            for index, token_id in enumerate(part.draft, row + 1):
+                if draws[-1].token_id != token_id:
+                    break
+                draws.append(answer(index))
+            sample = sample._replace(after_draft=tuple(draws[1:]))
+        samples.append(sample)
+        row += 1 + len(part.draft)
     return samples
 
 

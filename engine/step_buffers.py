@@ -59,7 +59,8 @@ class StepBuffers:
         self._hosts = [
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
-        self._turn = 0
+        self._views = [self._host_views(one.numpy()) for one in self._hosts]
+        self.turn = 0  # the host buffer that is written
         # The ends of the copies from the two; None: there was none yet, or no device.
         self._sent: list[torch.cuda.Event | None] = [None, None]
 
@@ -83,15 +84,13 @@ class StepBuffers:
     def begin(self) -> None:
         """Begins a new step on the host. Waits until the step before last was copied, which it is
         where that step was collected."""
-        self._turn ^= 1
-        sent = self._sent[self._turn]
+        self.turn ^= 1
+        sent = self._sent[self.turn]
         if sent is not None:
             sent.synchronize()
 
     def host(self, name: str) -> Words:
-        field = self._fields[name]
-        words: Words = self._hosts[self._turn].numpy()[field.start : field.start + field.size]
-        return words
+        return self._views[self.turn][name]
 
     def host_floats(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return self.host(name).view(np.float32)
@@ -104,7 +103,7 @@ class StepBuffers:
     ) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Returns [num_rows, width], to be written whole."""
         size = num_rows * width
-        flat = self._hosts[self._turn].numpy()[self._tables_start + table * size :]
+        flat = self._hosts[self.turn].numpy()[self._tables_start + table * size :]
         return flat[:size].reshape(num_rows, width)
 
     def device(self, name: str) -> torch.Tensor:
@@ -128,20 +127,27 @@ class StepBuffers:
 
     def words(self, num_rows: int, width: int, *, with_head: bool = False) -> Words:
         """Returns the part of the host's buffer that `send` copies."""
-        words: Words = self._hosts[self._turn].numpy()[self._span(num_rows, width, with_head)]
+        words: Words = self._hosts[self.turn].numpy()[self._span(num_rows, width, with_head)]
         return words
 
     def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""
         span = self._span(num_rows, width, with_head)
-        self._device[span].copy_(self._hosts[self._turn][span], non_blocking=True)
+        self._device[span].copy_(self._hosts[self.turn][span], non_blocking=True)
         if self._device.is_cuda:
-            sent = self._sent[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            sent = self._sent[self.turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             sent.record()
-            self._sent[self._turn] = sent
+            self._sent[self.turn] = sent
         packed = self._device[self._tables_start : span.stop].view(-1, num_rows, width)
         for table, entries in zip(self._tables, packed.unbind(), strict=True):
             table[:num_rows, :width].copy_(entries)
+
+    def _host_views(self, words: Words) -> dict[str, Words]:
+        """Returns the fields of one of the host's buffers: made once, not for each use."""
+        views: dict[str, Words] = {}
+        for name, field in self._fields.items():
+            views[name] = words[field.start : field.start + field.size]
+        return views
 
     def _span(self, num_rows: int, width: int, with_head: bool) -> slice:
         start = 0 if with_head else self._fields["seeds"].start

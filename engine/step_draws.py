@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.types import TokenLogprobs
+from engine.types import ScheduledBatch, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +35,16 @@ class Drawn:
     token_ids: torch.Tensor  # [rows] int32, pinned
     done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
     logprobs: Logprobs | None
+
+
+def drawn_rows(batch: ScheduledBatch) -> dict[Sequence, int]:
+    """Returns the rows in which the newest tokens of sequences are drawn. Without those of drafts:
+    the step that follows these is planned once their tokens are known."""
+    rows: dict[Sequence, int] = {}
+    row = 0
+    for part in batch.sequences:
+        if part.samples:
+            if not part.draft:
+                rows[part.sequence] = row
+            row += 1 + len(part.draft)
+    return rows

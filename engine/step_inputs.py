@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine import step_rows
 from engine.activation import adapter_at, adapter_runs
 from engine.inputs import (
     DeviceTokens,
@@ -24,16 +25,9 @@ from engine.inputs import (
 )
 from engine.step_buffers import StepBuffers, Words
 from engine.step_layout import Runs, StepLayout
-from engine.step_rows import write_attention, write_sampling, write_tables, write_tokens
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, LoraPlanCounts, lora_plan_size, write_lora_plan
-from kernels.paged_plan import (
-    AttentionScratch,
-    HeadShape,
-    PagedPlan,
-    WorkCounts,
-    work_size,
-)
+from kernels.paged_plan import AttentionScratch, HeadShape, PagedPlan, WorkCounts, work_size
 from lora.mapping import build_lora_batch
 from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
@@ -119,6 +113,8 @@ class StepInputs:
         self._buffers = StepBuffers(
             *_sizes(max_tokens, limits, self._max_pages, is_decode), drawn.device, limits.num_tables
         )
+        # In each of the two host buffers, of decodes.
+        self._plans: list[tuple[PageRuns, Weights, bool, bool] | None] = [None, None]
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
         """Returns the inputs of `size` rows, each of which attends as a sequence with one query;
@@ -169,27 +165,37 @@ class StepInputs:
         Each token of a draft is a row of its own, with the block table of its sequence: its keys
         end at its position, so it sees the tokens before it, whose keys the layer has written."""
         self._buffers.begin()
-        parts = batch.rows
-        buffers, block_size = self._buffers, self._limits.block_size
-        write_tokens(buffers, parts, drawn_rows, size, block_size)
-        counts = write_attention(buffers, parts, size, self._limits.heads)
-        write_sampling(buffers, parts, size)
-        runs, weights = self._lora_runs(adapter_runs(batch.sequences), size - len(parts))
-        kinds = self.site_kinds(batch.sequences)
+        parts, count = batch.sequences, batch.num_tokens
+        width, work = step_rows.write_decodes(
+            self._buffers, parts, drawn_rows, size, self._limits.block_size, self._limits.heads
+        )
+        runs, weights = self._lora_runs(adapter_runs(parts), size - count)
+        kinds = self.site_kinds(parts)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
-            write_lora_plan(
-                self._buffers.host("lora"),
-                runs,
-                self.max_tokens,
-                self._max_pages,
-                weights,
-                large=False,
-                has_head=_HEAD in kinds,
-                has_embedding=_EMBEDDING in kinds,
-            )
-        width = write_tables(buffers, parts, size, block_size)
-        return StepLayout(True, size, reach, len(parts), size, width, counts, len(parts))
+            self._write_decode_plan(runs, weights, kinds)
+        return StepLayout(True, size, reach, count, size, width, work, count)
+
+    def _write_decode_plan(self, runs: PageRuns, weights: Weights, kinds: frozenset[str]) -> None:
+        """Writes the plan of a step in a graph, unless the step before last left the same one: the
+        same sequences without drafts have the same plan until one of them ends."""
+        has_head, has_embedding = _HEAD in kinds, _EMBEDDING in kinds
+        plan = runs, weights, has_head, has_embedding
+        turn = self._buffers.turn
+        if self._plans[turn] == plan:
+            return
+        self._plans[turn] = None  # until it is whole
+        write_lora_plan(
+            self._buffers.host("lora"),
+            runs,
+            self.max_tokens,
+            self._max_pages,
+            weights,
+            large=False,
+            has_head=has_head,
+            has_embedding=has_embedding,
+        )
+        self._plans[turn] = plan
 
     def words(self, layout: StepLayout) -> Words:
         """Returns the numbers of the step that was written last, on the host."""
@@ -200,6 +206,7 @@ class StepInputs:
     def copy(self, layout: StepLayout, words: Words) -> None:
         """Writes a step of which another rank wrote the numbers."""
         self._buffers.begin()
+        self._plans[self._buffers.turn] = None
         self.words(layout)[:] = words
 
     def send(self, layout: StepLayout) -> None:
@@ -234,10 +241,10 @@ class StepInputs:
         parts = batch.sequences
         num_tokens = size or batch.num_tokens
         buffers, block_size = self._buffers, self._limits.block_size
-        query_start = write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
-        work = write_attention(buffers, parts, len(parts), self._limits.heads)
+        query_start = step_rows.write_tokens(buffers, parts, drawn_rows, num_tokens, block_size)
+        work = step_rows.write_attention(buffers, parts, query_start, self._limits.heads)
         sampling = batch.rows
-        write_sampling(buffers, sampling, len(sampling))
+        step_rows.write_sampling(buffers, sampling)
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
         runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
@@ -259,7 +266,7 @@ class StepInputs:
             reach=reach,
             num_tokens=batch.num_tokens,
             num_sequences=len(parts),
-            width=write_tables(buffers, parts, len(parts), block_size),
+            width=step_rows.write_tables(buffers, parts, len(parts), block_size),
             work=work,
             num_samples=len(sampling),
             num_logit_rows=len(rows),
@@ -365,7 +372,8 @@ class StepInputs:
     def site_kinds(self, parts: tuple[ScheduledSequence, ...]) -> frozenset[str]:
         """Returns the kinds of sites that the adapters of these have, active or not."""
         adapters = {part.sequence.request.adapter for part in parts}
-        return frozenset[str]().union(*(self._pool.site_kinds(one) for one in adapters if one))
+        kinds = {self._pool.page_list(one).site_kinds for one in adapters if one}
+        return frozenset[str]().union(*kinds)
 
     def _lora_runs(
         self, keys: Iterable[tuple[str | None, int]], num_padding: int
@@ -373,16 +381,13 @@ class StepInputs:
         """Returns the runs of the plan. `keys`: the adapter key and the rows of each, in order."""
         runs: PageRuns = []
         weights: list[tuple[float, ...]] = []
-        lists: dict[str | None, PageList] = {None: _NO_PAGES}
+        is_weighted = False
         for key, num_rows in keys:
-            found = lists.get(key)
-            if found is None:
-                assert key is not None
-                found = lists[key] = self._pool.page_list(key)
+            found = _NO_PAGES if key is None else self._pool.page_list(key)
             runs.append((found.pages, num_rows))
             weights.append(found.weights)
+            is_weighted |= found.is_weighted
         if num_padding:
             runs.append(((), num_padding))
             weights.append(())
-        is_weighted = any(weight != 1.0 for found in lists.values() for weight in found.weights)
         return runs, weights if is_weighted else None

@@ -1,17 +1,86 @@
-"""The rows of a step in its static buffers: tokens, lengths, sampling parameters, block tables."""
+"""The rows of a step in its static buffers: tokens, lengths, sampling parameters, block tables.
+
+The device waits for a step with drafts to be written, because its rows follow the newest tokens:
+decodes are written by a number of array operations that does not grow with their rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import SLOTS, StepBuffers
 from engine.types import ScheduledSequence, Sequence
-from kernels.paged_plan import HeadShape, WorkCounts, write_work
+from kernels.paged_plan import HeadShape, WorkCounts, write_decode_work, write_work
 
 _SEED_MASK = 2**64 - 1
 Parts = tuple[ScheduledSequence, ...]
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+def write_decodes(
+    buffers: StepBuffers,
+    parts: Parts,
+    drawn_rows: Mapping[Sequence, int],
+    num_rows: int,
+    block_size: int,
+    heads: HeadShape,
+) -> tuple[int, WorkCounts]:
+    """Writes the rows of decodes: one for the newest token of each part, and one for each token of
+    its draft, which attends with the block table of its sequence to the keys up to its own. Rows
+    past these become padding. Returns the width that the step sends of each table, and the work of
+    attention."""
+    host = buffers.host
+    token_ids, sources = host("token_ids"), host("sources")
+    sources[:num_rows] = -1
+    newest: list[int] = []
+    for part in parts:
+        known = part.sequence.token_ids
+        if part.start < len(known):
+            newest.append(known[part.start])
+            newest += part.draft
+        else:  # without a draft
+            sources[len(newest)] = drawn_rows[part.sequence]
+            newest.append(0)
+    count = len(newest)
+    token_ids[:count] = newest
+    starts = np.array([part.start for part in parts], dtype=np.int32)
+    owners, positions = _decode_rows(parts, starts)
+    host("positions")[:count] = positions
+    blocks, offsets = np.divmod(positions, block_size)
+    width = int(blocks[-1] if count == 1 else blocks.max()) + 1
+    stops = [-(-part.end // block_size) for part in parts]
+    for index, name in enumerate(SLOTS[: buffers.num_tables]):
+        own = buffers.host_tables(num_rows, width, index)
+        tables = own if owners is None else np.empty((len(parts), width), dtype=np.int32)
+        _fill_tables(tables, parts, stops, index, is_last=index == buffers.num_tables - 1)
+        if owners is None:
+            found = tables[np.arange(count), blocks]
+        else:
+            own[:count] = tables[owners]
+            found = tables[owners, blocks]
+        slots = host(name)
+        slots[:count] = found * block_size + offsets
+        slots[count:num_rows] = -1
+    token_ids[count:num_rows] = host("positions")[count:num_rows] = 0
+    host("query_start")[: num_rows + 1] = np.arange(num_rows + 1)
+    kv_lens = host("kv_lens")
+    kv_lens[:count] = positions + 1
+    kv_lens[count:num_rows] = 0
+    _write_draws(buffers, parts, owners, positions + 1, num_rows)
+    return width, write_decode_work(host("attention"), kv_lens[:num_rows], heads)
+
+
+def _decode_rows(parts: Parts, starts: Ints) -> tuple[Ints | None, Ints]:
+    """Returns the part of each row, None if each part has one, and the positions of the rows."""
+    if not any(part.draft for part in parts):
+        return None, starts
+    counts = np.array([part.end - part.start for part in parts], dtype=np.int32)
+    owners = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+    first = np.cumsum(counts) - counts
+    return owners, starts[owners] + np.arange(len(owners), dtype=np.int32) - first[owners]
 
 
 def write_tokens(
@@ -32,9 +101,7 @@ def write_tokens(
         sequence, start, end = part.sequence, part.start, part.end
         known, table = sequence.token_ids, sequence.block_table
         if end - start == 1:
-            if part.draft:  # a row of a draft in a graph
-                token_ids[row] = part.draft[-1]
-            elif start < len(known):
+            if start < len(known):
                 token_ids[row] = known[start]
             else:
                 sources[row] = drawn_rows[sequence]
@@ -85,46 +152,73 @@ def _slots(
 
 
 def write_attention(
-    buffers: StepBuffers, parts: Parts, num_rows: int, heads: HeadShape
+    buffers: StepBuffers, parts: Parts, starts: list[int], heads: HeadShape
 ) -> WorkCounts:
-    """Writes `num_rows` sequences; rows past the batch are padding, with one query and no
-    keys."""
-    host = buffers.host
-    query_start, kv_lens = host("query_start"), host("kv_lens")
-    lengths = [part.end - part.start for part in parts] + [1] * (num_rows - len(parts))
-    query_start[0] = 0
-    np.cumsum(lengths, out=query_start[1 : num_rows + 1])
-    kv_lens[: len(parts)] = [part.end for part in parts]
-    kv_lens[len(parts) : num_rows] = 0
-    return write_work(host("attention"), query_start[: num_rows + 1], kv_lens[:num_rows], heads)
+    """Writes the sequences of a step outside a graph. `starts`: the first row of each, and their
+    end."""
+    host, count = buffers.host, len(parts)
+    query_start, kv_lens = host("query_start")[: count + 1], host("kv_lens")[:count]
+    query_start[:] = starts
+    kv_lens[:] = [part.end for part in parts]
+    return write_work(host("attention"), query_start, kv_lens, heads)
 
 
-def write_sampling(buffers: StepBuffers, parts: Parts, num_rows: int) -> None:
-    host, floats, count = buffers.host, buffers.host_floats, len(parts)
-    params = [part.sequence.request.params for part in parts]
-    floats("temperature")[:count] = [p.temperature for p in params]
-    host("top_k")[:count] = [p.top_k for p in params]
-    floats("top_p")[:count] = [p.top_p for p in params]
-    floats("min_p")[:count] = [p.min_p for p in params]
-    seeds = np.array([part.sequence.seed & _SEED_MASK for part in parts], dtype=np.uint64)
-    buffers.host_longs("seeds")[:count] = seeds.view(np.int64)
-    host("choices")[:count] = [part.sequence.choice for part in parts]
-    host("draw_positions")[:count] = [part.end for part in parts]
+def write_sampling(buffers: StepBuffers, parts: Parts) -> None:
+    """Writes the parameters of the draws of a step outside a graph: one for each part."""
+    ends = np.array([part.end for part in parts], dtype=np.int32)
+    _write_draws(buffers, parts, None, ends, len(parts))
+
+
+def _write_draws(
+    buffers: StepBuffers, parts: Parts, owners: Ints | None, positions: Ints, num_rows: int
+) -> None:
+    """Writes the parameters of the draws at `positions`. `owners`: the part of each; None: each
+    part has one."""
+    host, floats, count = buffers.host, buffers.host_floats, len(positions)
+    sequences = [part.sequence for part in parts]
+    params = [sequence.request.params for sequence in sequences]
+    seeds = np.array([sequence.seed & _SEED_MASK for sequence in sequences], dtype=np.uint64)
+    columns: list[tuple[np.ndarray[Any, Any], Any]] = [
+        (floats("temperature"), [p.temperature for p in params]),
+        (host("top_k"), [p.top_k for p in params]),
+        (floats("top_p"), [p.top_p for p in params]),
+        (floats("min_p"), [p.min_p for p in params]),
+        (host("choices"), [sequence.choice for sequence in sequences]),
+        (buffers.host_longs("seeds"), seeds.view(np.int64)),
+    ]
+    for column, values in columns:
+        column[:count] = values if owners is None else np.array(values, column.dtype)[owners]
+    host("draw_positions")[:count] = positions
     floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 
 
 def write_tables(buffers: StepBuffers, parts: Parts, num_rows: int, block_size: int) -> int:
     """Writes the block tables. Returns the width that the step sends of each."""
-    widths = [-(-part.end // block_size) for part in parts]
-    width = max(widths)
+    stops = [-(-part.end // block_size) for part in parts]
+    width = max(stops)
     for index in range(buffers.num_tables):
         rows = buffers.host_tables(num_rows, width, index)
-        is_last = index == buffers.num_tables - 1
-        for i, part in enumerate(parts):
-            sequence, stop = part.sequence, widths[i]
-            table = sequence.window_table if index else sequence.block_table
-            first = sequence.num_dropped if is_last else 0
-            if first:
-                rows[i, :first] = table[0]  # all the same
-            rows[i, first:stop] = table[first:stop]
+        _fill_tables(rows, parts, stops, index, is_last=index == buffers.num_tables - 1)
     return width
+
+
+def _fill_tables(
+    rows: np.ndarray[Any, np.dtype[np.int32]],  # [parts or more, width]
+    parts: Parts,
+    stops: list[int],
+    index: int,
+    *,
+    is_last: bool,
+) -> None:
+    """Writes the first `stops` entries of the parts' tables of one group of layers."""
+    for row, part, stop in zip(rows, parts, stops, strict=False):
+        sequence = part.sequence
+        table = sequence.window_table if index else sequence.block_table
+        first = sequence.num_dropped if is_last else 0
+        if first:
+            row[:first] = table[0]  # all the same
+            row[first:stop] = table[first:stop]
+        elif len(table) == stop:
+            row[:stop] = table
+        else:
+            row[:stop] = table[:stop]

@@ -8,6 +8,7 @@ and row counts; no digests, no weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -65,6 +66,7 @@ class _Layout:
     pages: int
 
     @classmethod
+    @functools.cache
     def of(cls, max_tokens: int, max_pages: int, large: bool) -> _Layout:
         # Adapters are contiguous and have a page each at least; base rows come first, and perhaps
         # once more at the end. A split interrupts the rows of its adapter once.
@@ -131,17 +133,14 @@ def write_lora_plan(
     merged, merged_weights = _merge(runs, weights)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
     num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
-    flat = np.fromiter(chain.from_iterable(pages for pages, _ in merged), np.int32)
-    starts = np.zeros((2, len(merged) + 1), dtype=np.int64)  # of a run: first row, first page
-    np.cumsum(num_rows, out=starts[0, 1:])
-    np.cumsum(num_pages, out=starts[1, 1:])
-    num_tokens = int(starts[0, -1])
+    flat = np.array(list(chain.from_iterable(pages for pages, _ in merged)), dtype=np.int32)
+    row_ends, page_ends = np.cumsum(num_rows), np.cumsum(num_pages)
+    num_tokens = int(row_ends[-1]) if merged else 0
     if num_tokens > max_tokens or len(flat) > layout.pages:
         raise ValueError(
             f"a step of {num_tokens} rows and {len(flat)} pages of adapters in a plan for "
             f"{max_tokens} rows and {layout.pages} pages"
         )
-    is_large = (num_rows >= LARGE_MIN_RUN) & large
     factors: NDArray[np.int32] | int = _ONE  # bits
     if weights is not None:
         flat_weights = np.fromiter(chain.from_iterable(merged_weights), np.float32, len(flat))
@@ -149,35 +148,39 @@ def write_lora_plan(
     small_start, unit_start, large_start, counter_start, page_start, weight_start, _ = layout.starts
     out[page_start : page_start + len(flat)] = flat
     out[weight_start : weight_start + len(flat)] = factors
-    first = np.zeros(len(merged), dtype=np.int64)
-    has_pages = num_pages > 0
-    first[has_pages] = flat[starts[1, :-1][has_pages]]
-    fields = np.stack((starts[0, :-1], num_rows, num_pages, starts[1, :-1], first))
-    small = _tiles(fields[:, ~is_large], SMALL_ROWS)
-    big = _tiles(fields[:, is_large], LARGE_ROWS)
+    first = np.array([pages[0] if pages else 0 for pages, _ in merged], dtype=np.int64)
+    fields = np.stack((row_ends - num_rows, num_rows, num_pages, page_ends - num_pages, first))
+    num_big = num_big_rows = 0
+    if large:
+        is_large = num_rows >= LARGE_MIN_RUN
+        big = _tiles(fields[:, is_large], LARGE_ROWS)
+        fields, num_big, num_big_rows = fields[:, ~is_large], big.shape[1], int(big[1].sum())
+    small = _tiles(fields, SMALL_ROWS)
     units = _units(small, flat, factors)
-    for name, found, room in (
-        ("small tiles", small, layout.small),
-        ("large tiles", big, layout.large),
-        ("units", units, layout.units),
+    for name, count, room in (
+        ("small tiles", small.shape[1], layout.small),
+        ("large tiles", num_big, layout.large),
+        ("units", units.shape[1], layout.units),
     ):
-        if found.shape[1] > room:
-            raise ValueError(f"{found.shape[1]} {name} in a plan for {room}")
+        if count > room:
+            raise ValueError(f"{count} {name} in a plan for {room}")
     _put(out, small_start, TILE_FIELDS, small)
     _put(out, unit_start, UNIT_FIELDS, units)
-    _put(out, large_start, TILE_FIELDS, big)
-    out[counter_start : counter_start + big.shape[1] * COUNTERS] = 0
+    if num_big:
+        _put(out, large_start, TILE_FIELDS, big)
+        out[counter_start : counter_start + num_big * COUNTERS] = 0
     header = (
         small.shape[1],
         units.shape[1],
-        big.shape[1],
-        int(small[1].sum()),
-        int(big[1].sum()),
-        int(num_pages.max(initial=0)),
+        num_big,
+        num_tokens - num_big_rows,
+        num_big_rows,
+        max((len(pages) for pages, _ in merged), default=0),
     )
     out[: len(header)] = header
-    out[HEAD_UNITS], out[HEAD_TILES] = np.array((header[1], header[0])) * has_head
-    out[EMBEDDING_SMALL], out[EMBEDDING_LARGE] = np.array((header[0], header[2])) * has_embedding
+    out[HEAD_UNITS], out[HEAD_TILES] = (header[1], header[0]) if has_head else (0, 0)
+    out[EMBEDDING_SMALL] = header[0] if has_embedding else 0
+    out[EMBEDDING_LARGE] = num_big if has_embedding else 0
     return LoraPlanCounts(num_tokens, *header, has_embedding)
 
 
@@ -201,11 +204,13 @@ def _merge(
 
 def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
     """Cuts runs [fields, R] into tiles of at most `height` rows."""
-    num_tiles = -(-runs[1] // height)
-    tiles = np.repeat(runs, num_tiles, axis=1)
-    done = _count_within(num_tiles) * height
-    tiles[0] += done
-    tiles[1] = np.minimum(tiles[1] - done, height)
+    tiles = runs
+    if runs.shape[1] and runs[1].max() > height:
+        num_tiles = -(-runs[1] // height)
+        tiles = np.repeat(runs, num_tiles, axis=1)
+        done = _count_within(num_tiles) * height
+        tiles[0] += done
+        tiles[1] = np.minimum(tiles[1] - done, height)
     return np.vstack((tiles, np.cumsum(tiles[1]) - tiles[1]))
 
 
@@ -214,11 +219,13 @@ def _units(
 ) -> NDArray[np.int64]:
     """Returns every page of every tile, with the fields of a unit. `weights`: bits of each page's,
     or of all."""
-    owned = np.repeat(tiles, tiles[2], axis=1)
+    owners = np.repeat(np.arange(tiles.shape[1]), tiles[2])
     index = _count_within(tiles[2])
-    at = owned[3] + index
+    at = tiles[3][owners] + index
     units = np.empty((6, len(index)), dtype=np.int64)
-    units[:5] = owned[0], owned[1], pages[at], index, owned[5]
+    units[[0, 1, 4]] = tiles[[0, 1, 5]][:, owners]
+    units[2] = pages[at]
+    units[3] = index
     units[5] = weights if isinstance(weights, int) else weights[at]
     return units
 

@@ -187,6 +187,24 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     return WorkCounts(num_items, num_tiles)
 
 
+def write_decode_work(out: Ints, kv_lens: Ints, shape: HeadShape) -> WorkCounts:
+    """Fills `out` as `write_work` does, for sequences with one query each; padding has 0 keys."""
+    is_few = int(np.count_nonzero(kv_lens)) * shape.num_kv_heads <= FEW
+    most = int(kv_lens.max())
+    if most > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
+        num_items = _write_items(out, np.arange(len(kv_lens)), kv_lens, is_few)
+    else:  # an item each
+        num_items = len(kv_lens)
+        items = out[HEADER : HEADER + ITEM * num_items].reshape(-1, ITEM)
+        order = np.argsort(-kv_lens, kind="stable")
+        items[:, 0] = order
+        items[:, 1] = 0
+        items[:, 2] = kv_lens[order]
+        items[:, 3] = 1
+    out[:HEADER] = (num_items, len(kv_lens), is_few, 0)
+    return WorkCounts(num_items, 0)
+
+
 def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints, is_few: bool) -> int:
     lengths = kv_lens[decodes].astype(np.int64)
     splits, chunks = _cut(lengths, MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK)

@@ -22,6 +22,10 @@ from lora.page_image import PackedAdapter
 class PageList:
     pages: tuple[int, ...]
     weights: tuple[float, ...]  # of each page
+    # The last parts of the names of the adapters' sites, e.g. qkv, and AFFINE if one has affine
+    # rows.
+    site_kinds: frozenset[str] = frozenset()
+    is_weighted: bool = False  # a weight is not 1
 
 
 @dataclass(slots=True)
@@ -59,14 +63,17 @@ class PageLists:
             self._num_pages -= held.num_pages
             del self._held[key]
 
-    def find(
+    def known(self, key: str) -> PageList | None:
+        """Returns the list of a key in use that was made before."""
+        held = self._held.get(key)
+        return None if held is None else held.found
+
+    def make(
         self, key: str, adapters: Sequence[PackedAdapter], pages: Callable[[str], tuple[int, ...]]
     ) -> PageList:
         """Returns the list of a key. `pages`: those of a digest on the device, which stay while
         the key is in use."""
         held = self._held.get(key)
-        if held is not None and held.found is not None:
-            return held.found
         found = self._make(key_adapters(key), adapters, pages)
         if held is not None:
             held.found = found
@@ -90,7 +97,9 @@ class PageLists:
             own = pages(part.digest)
             listed += own
             weights += [part.weight] * len(own)
-        return PageList(tuple(listed), tuple(weights))
+        kinds = frozenset[str]().union(*(one.site_kinds for one in adapters))
+        is_weighted = any(weight != 1.0 for weight in weights)
+        return PageList(tuple(listed), tuple(weights), kinds, is_weighted)
 
 
 def count_pages(adapters: Sequence[PackedAdapter]) -> int:

@@ -296,7 +296,8 @@ class AdapterPool:
 
     def page_list(self, key: str) -> PageList:
         """Returns the pages of adapters on the device, in the order of rank rows, with weights."""
-        return self._lists.find(key, self._packed(key), self.pages)
+        known = self._lists.known(key)
+        return known or self._lists.make(key, self._packed(key), self.pages)
 
     def pages(self, digest: str) -> tuple[int, ...]:
         """Returns the pages of an adapter on the device, in the order of its rank rows."""
@@ -324,11 +325,6 @@ class AdapterPool:
     def invocation(self, key: str) -> tuple[int, ...]:
         """Returns the tokens from which on the key's adapter is active; (): all tokens."""
         return self._host[key_digests(key)[0]].invocation
-
-    def site_kinds(self, key: str) -> frozenset[str]:
-        """Returns the last parts of the names of the sites of a key's adapters, e.g. qkv, and
-        AFFINE if one has affine rows."""
-        return frozenset[str]().union(*(self._host[d].site_kinds for d in key_digests(key)))
 
     def _packed(self, key: str) -> tuple[PackedAdapter, ...]:
         return tuple(self._host[digest] for digest in key_digests(key))

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
@@ -265,7 +265,7 @@ class FakeRunner:
         if sequence.request.request_id in self.not_finite:
             return Sample(None, is_finite=False)
         first, *others = [self._draw(row) for row in item.rows]
-        return replace(first, prompt_logprobs=prompt_logprobs, after_draft=tuple(others))
+        return first._replace(prompt_logprobs=prompt_logprobs, after_draft=tuple(others))
 
     def _draw(self, row: ScheduledSequence) -> Sample:
         token = draw(row.sequence, self._tokens(row), self.model_config)

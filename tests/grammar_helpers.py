@@ -6,7 +6,7 @@ import json
 import random
 import zlib
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -141,7 +141,7 @@ class DeferringRunner(FakeRunner):
             return sample
         token_id = masked_draw(sequence.request, sequence.choice, sequence.token_ids, state)
         self._drawn[sequence] = token_id
-        return replace(sample, token_id=token_id)
+        return sample._replace(token_id=token_id)
 
 
 def masked_draw(request: Request, choice: int, token_ids: list[int], state) -> int:  # type: ignore[no-untyped-def]

@@ -56,8 +56,8 @@ class TimedRunner(FakeRunner):
         self._seconds = seconds
 
     def launch(self, batch: ScheduledBatch) -> FakeStep:
-        drawn = iter([Sample(token_at(row.sequence, row.end)) for row in batch.rows])
-        step = TimedStep(tuple(by_sequence(batch, drawn)))
+        drawn = [Sample(token_at(row.sequence, row.end)) for row in batch.rows]
+        step = TimedStep(tuple(by_sequence(batch, drawn.__getitem__)))
         step.took_s = self._seconds(len(batch.sequences), batch.num_draft_tokens)
         return step
 

@@ -235,10 +235,11 @@ def test_a_host_full_of_adapters_in_use_refuses_another() -> None:
 def test_the_kinds_of_an_adapter_s_sites_are_known_while_it_runs() -> None:
     pool = loaded("a")
     pool.add(make_adapter("b", {"q": 2, "embed": 2}))
-    assert pool.site_kinds("a") == {"qkv", "down"}
+    assert pool.acquire("a")
+    assert pool.page_list("a").site_kinds == {"qkv", "down"}
     assert pool.acquire("b")
     assert not pool.remove("b")
-    assert pool.site_kinds("b") == {"qkv", "embed_tokens"}
+    assert pool.page_list("b").site_kinds == {"qkv", "embed_tokens"}
 
 
 def test_strips_of_the_head_and_the_embedding_are_found_like_others() -> None:

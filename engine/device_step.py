@@ -39,6 +39,7 @@ from engine.step_inputs import StepInputs, StepLimits, is_decode
 from engine.step_layout import StepLayout
 from engine.types import Sample, ScheduledBatch
 from engine.types import Sequence as Choice
+from kernels.paged_attention import max_item_queries
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
 from lora.page_image import AFFINE
@@ -89,9 +90,8 @@ class DeviceStep:
         if undrawn is None:
             return
         for part in undrawn.batch.sequences:
-            sequence = part.sequence  # without blocks it has ended, and its draw is discarded
-            is_known = part.known_end <= len(sequence.token_ids) or not sequence.block_table
-            is_known = is_known or not part.samples
+            draws = part.samples and part.sequence.block_table  # without blocks it has ended
+            is_known = not draws or part.known_end <= len(part.sequence.token_ids)
             assert is_known, "a step is drawn before the step before is committed"
         with device_faults(), torch.inference_mode():
             self.drawn = self.steps.draw(undrawn)
@@ -129,20 +129,22 @@ class DeviceSteps:
         self._has_lora = pool.num_blocks > 0
         self._eos_token_ids = eos_token_ids
         device = kv.k[0].device
-        self._drawn = torch.zeros(limits.max_draws, dtype=torch.int32, device=device)
-        self._is_cuda = device.type == "cuda"
+        num_draws = limits.max_draws
+        self._is_cuda = is_cuda = device.type == "cuda"
+        self._drawn = torch.zeros(num_draws, dtype=torch.int32, device=device)
         self._host_drawn = [
-            torch.zeros(limits.max_draws, dtype=torch.int32, pin_memory=self._is_cuda)
-            for _ in range(2)
+            torch.zeros(num_draws, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)
         ]
         self._turn = 0
         # Of steps that were followed, with the rows of each sequence, until they are requested.
         self._kept_prompts: deque[tuple[_Prompts, tuple[int, ...]]] = deque(maxlen=2)
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
-        self._masks = Masks(limits.max_draws, model.config.vocab_size, device)
-        # In graphs of decodes every draw is a row, which attends as a sequence of its own.
-        rows = replace(limits, max_seqs=limits.max_draws)
+        self._masks = Masks(num_draws, model.config.vocab_size, device)
+        queries = 1  # rows of a draft that attend together
+        if num_draws > limits.max_seqs and not any(model.config.sliding_windows):
+            queries = max_item_queries(kv.k[0], limits.heads.num_heads)
+        rows = replace(limits, max_seqs=num_draws, max_queries=queries)
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows.max_seqs, rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn, is_decode=False)

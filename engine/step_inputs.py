@@ -49,6 +49,7 @@ class StepLimits:
     heads: HeadShape
     max_lora_rank: int
     num_tables: int = 1  # block tables of a sequence
+    max_queries: int = 1  # of a decode with a draft that attention takes as one sequence
 
     @property
     def max_blocks(self) -> int:
@@ -117,8 +118,7 @@ class StepInputs:
         self._plans: list[tuple[PageRuns, Weights, bool, bool] | None] = [None, None]
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
-        """Returns the inputs of `size` rows, each of which attends as a sequence with one query;
-        `write_for_graph(..., size)` fills them."""
+        """Returns the inputs of `size` rows; `write_for_graph(..., size)` fills them."""
         device = self._buffers.device
         attention = tuple(
             PagedPlan.for_graph(
@@ -128,6 +128,7 @@ class StepInputs:
                 device("attention"),
                 self._scratch,
                 size,
+                self._limits.max_queries,
             )
             for table in self._buffers.device_tables(size)
         )
@@ -162,19 +163,20 @@ class StepInputs:
     ) -> StepLayout:
         """Fills the inputs of `for_graph(size)` on the host.
 
-        Each token of a draft is a row of its own, with the block table of its sequence: its keys
-        end at its position, so it sees the tokens before it, whose keys the layer has written."""
+        Each token of a draft is a row of its own, whose keys end at its position: it sees the
+        tokens before it, whose keys the layer has written."""
         self._buffers.begin()
         parts, count = batch.sequences, batch.num_tokens
-        width, work = step_rows.write_decodes(
-            self._buffers, parts, drawn_rows, size, self._limits.block_size, self._limits.heads
+        limits, written = self._limits, (self._buffers, parts, drawn_rows, size)
+        num_sequences, width, work = step_rows.write_decodes(
+            *written, limits.block_size, limits.heads, limits.max_queries
         )
         runs, weights = self._lora_runs(adapter_runs(parts), size - count)
         kinds = self.site_kinds(parts)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             self._write_decode_plan(runs, weights, kinds)
-        return StepLayout(True, size, reach, count, size, width, work, count)
+        return StepLayout(True, size, reach, count, num_sequences, width, work, count)
 
     def _write_decode_plan(self, runs: PageRuns, weights: Weights, kinds: frozenset[str]) -> None:
         """Writes the plan of a step in a graph, unless the step before last left the same one: the

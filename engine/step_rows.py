@@ -7,6 +7,7 @@ decodes are written by a number of array operations that does not grow with thei
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ def write_decodes(
     num_rows: int,
     block_size: int,
     heads: HeadShape,
-) -> tuple[int, WorkCounts]:
+    max_queries: int,
+) -> tuple[int, int, WorkCounts]:
     """Writes the rows of decodes: one for the newest token of each part, and one for each token of
-    its draft, which attends with the block table of its sequence to the keys up to its own. Rows
-    past these become padding. Returns the width that the step sends of each table, and the work of
-    attention."""
+    its draft. Up to `max_queries` rows of a part are one sequence of attention, in which each row
+    sees the keys up to its own. Rows past these become padding. Returns the number of sequences and
+    the width of the tables that the step sends, and the work of attention."""
     host = buffers.host
     token_ids, sources = host("token_ids"), host("sources")
     sources[:num_rows] = -1
@@ -46,41 +48,65 @@ def write_decodes(
             newest.append(0)
     count = len(newest)
     token_ids[:count] = newest
-    starts = np.array([part.start for part in parts], dtype=np.int32)
-    owners, positions = _decode_rows(parts, starts)
+    rows = _decode_rows(parts, max_queries)
+    positions = rows.positions
     host("positions")[:count] = positions
     blocks, offsets = np.divmod(positions, block_size)
-    width = int(blocks[-1] if count == 1 else blocks.max()) + 1
+    width, num_sequences = int(blocks.max()) + 1, len(rows.kv_lens)
     stops = [-(-part.end // block_size) for part in parts]
     for index, name in enumerate(SLOTS[: buffers.num_tables]):
-        own = buffers.host_tables(num_rows, width, index)
-        tables = own if owners is None else np.empty((len(parts), width), dtype=np.int32)
+        own = buffers.host_tables(num_sequences, width, index)
+        is_shared = num_sequences == len(parts)
+        tables = own if is_shared else np.empty((len(parts), width), dtype=np.int32)
         _fill_tables(tables, parts, stops, index, is_last=index == buffers.num_tables - 1)
-        if owners is None:
-            found = tables[np.arange(count), blocks]
-        else:
-            own[:count] = tables[owners]
-            found = tables[owners, blocks]
+        if not is_shared:
+            own[:] = tables[rows.sequence_owners]
         slots = host(name)
-        slots[:count] = found * block_size + offsets
+        slots[:count] = tables[rows.owners, blocks] * block_size + offsets
         slots[count:num_rows] = -1
     token_ids[count:num_rows] = host("positions")[count:num_rows] = 0
-    host("query_start")[: num_rows + 1] = np.arange(num_rows + 1)
-    kv_lens = host("kv_lens")
-    kv_lens[:count] = positions + 1
-    kv_lens[count:num_rows] = 0
-    _write_draws(buffers, parts, owners, positions + 1, num_rows)
-    return width, write_decode_work(host("attention"), kv_lens[:num_rows], heads)
+    _write_draws(buffers, parts, rows.owners, positions + 1, num_rows)
+    total = num_sequences + num_rows - count
+    query_start, kv_lens = host("query_start")[: total + 1], host("kv_lens")[:total]
+    queries = np.ones(total, dtype=np.int32)
+    queries[:num_sequences] = rows.queries
+    query_start[0] = 0
+    np.cumsum(queries, out=query_start[1:])
+    kv_lens[:num_sequences] = rows.kv_lens
+    kv_lens[num_sequences:] = 0
+    work = write_decode_work(host("attention"), kv_lens, heads, queries)
+    return num_sequences, width, work
 
 
-def _decode_rows(parts: Parts, starts: Ints) -> tuple[Ints | None, Ints]:
-    """Returns the part of each row, None if each part has one, and the positions of the rows."""
+@dataclass(frozen=True, slots=True)
+class _DecodeRows:
+    owners: Ints  # [R] the part of each row
+    positions: Ints  # [R]
+    sequence_owners: Ints  # [S] the part of each sequence of attention
+    queries: Ints  # [S] rows of each
+    kv_lens: Ints  # [S] the keys that the last row sees
+
+
+def _decode_rows(parts: Parts, max_queries: int) -> _DecodeRows:
+    starts = np.array([part.start for part in parts], dtype=np.int32)
+    own = np.arange(len(parts), dtype=np.int32)
     if not any(part.draft for part in parts):
-        return None, starts
+        return _DecodeRows(own, starts, own, np.ones_like(own), starts + 1)
     counts = np.array([part.end - part.start for part in parts], dtype=np.int32)
-    owners = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
-    first = np.cumsum(counts) - counts
-    return owners, starts[owners] + np.arange(len(owners), dtype=np.int32) - first[owners]
+    owners, offsets = _spread(own, counts)
+    pieces = -(-counts // max_queries)
+    sequence_owners, number = _spread(own, pieces)
+    first = number * max_queries
+    queries = np.minimum(counts[sequence_owners] - first, max_queries)
+    kv_lens = starts[sequence_owners] + first + queries
+    return _DecodeRows(owners, starts[owners] + offsets, sequence_owners, queries, kv_lens)
+
+
+def _spread(values: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Repeats each value, and returns the number of each repetition."""
+    found = np.repeat(values, counts)
+    first = np.cumsum(counts, dtype=np.int32) - counts
+    return found, np.arange(len(found), dtype=np.int32) - first[found]
 
 
 def write_tokens(
@@ -166,14 +192,13 @@ def write_attention(
 def write_sampling(buffers: StepBuffers, parts: Parts) -> None:
     """Writes the parameters of the draws of a step outside a graph: one for each part."""
     ends = np.array([part.end for part in parts], dtype=np.int32)
-    _write_draws(buffers, parts, None, ends, len(parts))
+    _write_draws(buffers, parts, np.arange(len(parts), dtype=np.int32), ends, len(parts))
 
 
 def _write_draws(
-    buffers: StepBuffers, parts: Parts, owners: Ints | None, positions: Ints, num_rows: int
+    buffers: StepBuffers, parts: Parts, owners: Ints, positions: Ints, num_rows: int
 ) -> None:
-    """Writes the parameters of the draws at `positions`. `owners`: the part of each; None: each
-    part has one."""
+    """Writes the parameters of the draws at `positions`. `owners`: the part of each."""
     host, floats, count = buffers.host, buffers.host_floats, len(positions)
     sequences = [part.sequence for part in parts]
     params = [sequence.request.params for sequence in sequences]
@@ -187,7 +212,7 @@ def _write_draws(
         (buffers.host_longs("seeds"), seeds.view(np.int64)),
     ]
     for column, values in columns:
-        column[:count] = values if owners is None else np.array(values, column.dtype)[owners]
+        column[:count] = values if count == len(parts) else np.array(values, column.dtype)[owners]
     host("draw_positions")[:count] = positions
     floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
 

@@ -147,6 +147,17 @@ def _paged_attention_triton(
     return out
 
 
+def max_item_queries(k_cache: torch.Tensor, num_heads: int) -> int:
+    """Returns the most queries of a sequence that the decode kernel of this cache takes at once, in
+    layers without a window: their keys are read once for all of them."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if not _fits_hopper(k_cache.new_empty((0, num_heads, head_dim)), k_cache):
+        return 1
+    from kernels.gluon_decode_attention import ROWS
+
+    return ROWS * num_kv_heads // num_heads
+
+
 def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     return (
         q.dtype == k_cache.dtype

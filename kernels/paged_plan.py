@@ -3,7 +3,8 @@
 The host writes them once per step (`write_work`) and all layers share them; a CUDA graph captured
 over these tensors stays right when their contents change. A sequence with one query is a row of
 *items*, stretches of its keys that are processed apart and merged; a sequence with several is a row
-of *tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first.
+of *tiles*, TILE_ROWS (query, head) pairs each. Both lists are heaviest first. In a plan of decodes
+with drafts, whose `max_queries` is above 1, sequences of up to so many queries are items as well.
 
 Layers with a window need no items: their kernels cut the keys of each window themselves.
 
@@ -103,6 +104,7 @@ class PagedPlan:
     max_items: int  # of the decode launch; 0: there is none
     tiles_start: int  # offset of the tiles in `work`
     num_tiles: int
+    max_queries: int = 1  # of a sequence that is cut into items
 
     def max_decode_items(self, window: int | None) -> int:
         """Returns the limit of the decode launch of a layer, for its grid."""
@@ -119,13 +121,13 @@ class PagedPlan:
         work: torch.Tensor,
         scratch: AttentionScratch,
         num_sequences: int,
+        max_queries: int = 1,
     ) -> PagedPlan:
-        """Returns the plan of sequences with one query each. Stays valid for any later contents of
-        the tensors."""
-        max_items = num_sequences * MAX_SPLITS
-        return cls(
-            query_start, kv_lens, block_tables, work, scratch, num_sequences, max_items, 0, 0
-        )
+        """Returns the plan of decodes: sequences with one query each, or with up to `max_queries`,
+        as `write_decode_work` writes them. Stays valid for any later contents of the tensors."""
+        items = num_sequences * MAX_SPLITS
+        tensors = (query_start, kv_lens, block_tables, work)
+        return cls(*tensors, scratch, num_sequences, items, 0, 0, max_queries)
 
     @classmethod
     def for_step(
@@ -187,12 +189,14 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     return WorkCounts(num_items, num_tiles)
 
 
-def write_decode_work(out: Ints, kv_lens: Ints, shape: HeadShape) -> WorkCounts:
-    """Fills `out` as `write_work` does, for sequences with one query each; padding has 0 keys."""
+def write_decode_work(
+    out: Ints, kv_lens: Ints, shape: HeadShape, queries: Ints | None = None
+) -> WorkCounts:
+    """Fills `out` as `write_work` does, for decodes: sequences with so many queries, None: with one
+    each. Padding has 0 keys."""
     is_few = int(np.count_nonzero(kv_lens)) * shape.num_kv_heads <= FEW
-    most = int(kv_lens.max())
-    if most > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
-        num_items = _write_items(out, np.arange(len(kv_lens)), kv_lens, is_few)
+    if int(kv_lens.max()) > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
+        num_items = _write_items(out, np.arange(len(kv_lens)), kv_lens, is_few, queries)
     else:  # an item each
         num_items = len(kv_lens)
         items = out[HEADER : HEADER + ITEM * num_items].reshape(-1, ITEM)
@@ -205,10 +209,17 @@ def write_decode_work(out: Ints, kv_lens: Ints, shape: HeadShape) -> WorkCounts:
     return WorkCounts(num_items, 0)
 
 
-def _write_items(out: Ints, decodes: npt.NDArray[np.intp], kv_lens: Ints, is_few: bool) -> int:
+def _write_items(
+    out: Ints,
+    decodes: npt.NDArray[np.intp],
+    kv_lens: Ints,
+    is_few: bool,
+    queries: Ints | None = None,
+) -> int:
+    """`queries`: of each decode; None: one each. A split has a slot for each of them."""
     lengths = kv_lens[decodes].astype(np.int64)
     splits, chunks = _cut(lengths, MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK)
-    used = np.where(splits > 1, splits, 0)
+    used = np.where(splits > 1, splits if queries is None else splits * queries, 0)
     order = np.argsort(-np.minimum(chunks, lengths), kind="stable")
     first_slot = np.cumsum(used) - used
     source = np.repeat(order, splits[order])  # of every item, its sequence among `decodes`

@@ -14,6 +14,7 @@ from kernels.paged_plan import (
     PagedPlan,
     attention_scratch,
     work_size,
+    write_decode_work,
     write_work,
 )
 
@@ -41,7 +42,7 @@ class Batch:
         return starts
 
     def scratch(self) -> AttentionScratch:
-        scratch = attention_scratch(len(self.lengths), self.shape, self.device)
+        scratch = attention_scratch(self.q.shape[0], self.shape, self.device)
         scratch.partial.fill_(float("nan"))
         scratch.lse.fill_(float("nan"))
         return scratch
@@ -68,6 +69,27 @@ class Batch:
         plan = self.host_work()[3]
         out = paged_attention(
             self.q, self.k_cache, self.v_cache, plan, SCALE, window, soft_cap=cap, sinks=sinks
+        )
+        assert not plan.scratch.arrived.any()
+        assert not plan.scratch.tickets.any()
+        return out
+
+    def run_drafts(
+        self, cap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs all sequences as decodes with drafts."""
+        queries = np.array([q_len for q_len, _ in self.lengths], np.int32)
+        kv_lens = np.array([kv_len for _, kv_len in self.lengths], np.int32)
+        work = np.full(work_size(len(self.q), len(self.q), self.shape), -(10**6), np.int32)
+        write_decode_work(work, kv_lens, self.shape, queries)
+        starts = np.array(self.starts(), np.int32)
+        tensors = [torch.from_numpy(array).to(self.device) for array in (starts, kv_lens, work)]
+        plan = PagedPlan.for_graph(
+            *tensors[:2], self.tables, tensors[2], self.scratch(), len(self.q), max(queries)
+        )
+        out = self.q.new_full(self.q.shape, float("nan"))
+        paged_attention(
+            self.q, self.k_cache, self.v_cache, plan, SCALE, out=out, soft_cap=cap, sinks=sinks
         )
         assert not plan.scratch.arrived.any()
         assert not plan.scratch.tickets.any()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import max_item_queries, paged_attention
 from kernels.paged_plan import PagedPlan, work_size, write_work
 from tests.attention_factory import SCALE, Batch, Lengths, make_batch, relative_error
 
@@ -47,6 +47,46 @@ def test_shapes_of_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 def test_windows(window: int, block_size: int) -> None:
     batch = make_batch(MIXED + DECODES, 8, 2, 128, block_size, torch.bfloat16, "cuda")
     assert relative_error(batch.run(window), batch.expected(window)) < 8e-3
+
+
+# Queries of a draft whose keys end in the same tile of keys as the others', or in the next one, in
+# one item or in the last of several, of which the first queries may see none.
+DRAFTS = [(5, 5), (5, 300), (5, 66), (2, 65), (4, 64), (8, 130), (1, 700), (3, 1025), (8, 1027)]
+DRAFTS += [(1, 1), (1, 0), (7, 2051), (8, 5000), (5, 1090), (1, 0)]
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "cap", "has_sinks"),
+    [(8, 2, 128, None, False), (64, 8, 64, None, True), (8, 8, 128, 50.0, False)],
+)
+@pytest.mark.parametrize(
+    "lengths", [DRAFTS, DRAFTS[:2], DRAFTS[-4:-2]], ids=["many", "few", "long"]
+)
+def test_the_queries_of_a_draft_attend_together(
+    lengths: Lengths,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    cap: float | None,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    block_size: int,
+) -> None:
+    batch = make_batch(lengths, heads, kv_heads, dim, block_size, dtype, "cuda")
+    draw = torch.Generator().manual_seed(3)
+    sinks = 4 * torch.randn(heads, generator=draw).cuda() if has_sinks else None
+    out = batch.run_drafts(cap, sinks)
+    assert relative_error(out, batch.expected(cap=cap, sinks=sinks)) < TOLERANCE[dtype]
+    assert torch.equal(out, batch.run_drafts(cap, sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_as_many_queries_attend_together_as_a_kernel_has_rows(dtype: torch.dtype) -> None:
+    batch = make_batch(MIXED, 32, 8, 128, 16, dtype, "cuda")
+    is_gluon = dtype == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
+    assert max_item_queries(batch.k_cache, 32) == (16 if is_gluon else 1)
 
 
 VARIANTS = {  # heads, KV heads, D, window, cap, sinks

@@ -1,4 +1,4 @@
-"""Decodes are written by arrays: each row has the numbers that it has alone."""
+"""Decodes are written by arrays: each row has the numbers that it has alone, and sees its keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from engine.step_buffers import StepBuffers
 from engine.step_rows import write_decodes
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
-from kernels.paged_plan import MIN_CHUNK, HeadShape, work_size, write_work
+from kernels.paged_plan import (
+    HEADER,
+    ITEM,
+    MAX_SPLITS,
+    MIN_CHUNK,
+    HeadShape,
+    work_size,
+    write_work,
+)
 
 BLOCK = 16
 HEADS = HeadShape(4, 2, 16)
@@ -52,11 +60,13 @@ def make_decode(
 
 @pytest.mark.parametrize("longest", [40, 3 * MIN_CHUNK - 8])
 @pytest.mark.parametrize("num_tables", [1, 2])
-@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("has_drafts", "max_queries"), [(False, 1), (True, 1), (True, 3), (True, 9)]
+)
 def test_each_row_has_the_numbers_that_it_has_alone(
-    longest: int, num_tables: int, has_drafts: bool
+    longest: int, num_tables: int, has_drafts: bool, max_queries: int
 ) -> None:
-    draw = random.Random(longest + num_tables + has_drafts)
+    draw = random.Random(longest + num_tables + has_drafts + max_queries)
     for _ in range(10):
         parts = []
         for number in range(draw.randrange(1, 9)):
@@ -68,12 +78,28 @@ def test_each_row_has_the_numbers_that_it_has_alone(
         drawn_rows = {part.sequence: 100 + i for i, part in enumerate(parts)}
         buffers, size = make_buffers(num_tables), len(rows) + draw.randrange(4)
         buffers.begin()
-        width, _ = write_decodes(buffers, tuple(parts), drawn_rows, size, BLOCK, HEADS)
+        num_sequences, width, _ = write_decodes(
+            buffers, tuple(parts), drawn_rows, size, BLOCK, HEADS, max_queries
+        )
         assert width == max(-(-row.end // BLOCK) for row in rows)
+        check_padding(buffers, len(rows), num_sequences, size, num_tables)
+        starts = buffers.host("query_start")
+        number = 0  # of the row's sequence of attention
         for i, row in enumerate(rows):
-            check_row(buffers, i, row, drawn_rows, size, width, num_tables)
-        check_padding(buffers, len(rows), size, num_tables)
-        check_attention(buffers, rows, size)
+            number += i == starts[number + 1]
+            queries = int(starts[number + 1] - starts[number])
+            assert queries <= max_queries
+            seen = buffers.host("kv_lens")[number] - (starts[number + 1] - 1 - i)
+            assert seen == row.end
+            table_rows = [
+                buffers.host_tables(num_sequences, width, index)[number]
+                for index in range(num_tables)
+            ]
+            check_row(buffers, i, row, drawn_rows, table_rows)
+        assert number == num_sequences - 1
+        check_items(buffers, num_sequences + size - len(rows))
+        if max_queries == 1:
+            check_as_any_step(buffers, rows, size)
 
 
 def check_row(
@@ -81,9 +107,7 @@ def check_row(
     i: int,
     row: ScheduledSequence,
     drawn_rows: dict[Sequence, int],
-    size: int,
-    width: int,
-    num_tables: int,
+    table_rows: list[np.ndarray],
 ) -> None:
     sequence, position = row.sequence, row.end - 1
     tokens = [*sequence.token_ids[: row.known_end], *row.draft]
@@ -92,34 +116,60 @@ def check_row(
         assert (host("token_ids")[i], host("sources")[i]) == (tokens[position], -1)
     else:
         assert host("sources")[i] == drawn_rows[sequence]
-    assert (host("positions")[i], host("kv_lens")[i]) == (position, row.end)
+    assert host("positions")[i] == position
     assert (host("draw_positions")[i], host("choices")[i]) == (row.end, sequence.choice)
     assert (buffers.host_longs("seeds")[i], host("top_k")[i]) == (sequence.seed, params.top_k)
     for name in ("temperature", "top_p", "min_p"):
         assert floats(name)[i] == np.float32(getattr(params, name))
-    names = ("slots", "window_slots")[:num_tables]
     tables = (sequence.block_table, sequence.window_table)
-    for index, (name, table) in enumerate(zip(names, tables, strict=False)):
+    for index, written in enumerate(table_rows):
+        name, table = ("slots", "window_slots")[index], tables[index]
         assert host(name)[i] == table[position // BLOCK] * BLOCK + position % BLOCK
-        first = sequence.num_dropped if index == num_tables - 1 else 0
+        first = sequence.num_dropped if index == len(table_rows) - 1 else 0
         stop = -(-row.end // BLOCK)
-        written = buffers.host_tables(size, width, index)[i]
         assert written[first:stop].tolist() == table[first:stop]
         assert set(written[:first]) <= {table[0]}
 
 
-def check_padding(buffers: StepBuffers, first: int, size: int, num_tables: int) -> None:
+def check_padding(
+    buffers: StepBuffers, first: int, num_sequences: int, size: int, num_tables: int
+) -> None:
     padding = slice(first, size)
-    for name in ("token_ids", "positions", "kv_lens", "temperature"):
+    for name in ("token_ids", "positions", "temperature"):
         assert not buffers.host(name)[padding].any()
     for name in ("sources", *("slots", "window_slots")[:num_tables]):
         assert (buffers.host(name)[padding] == -1).all()
+    total = num_sequences + size - first
+    assert not buffers.host("kv_lens")[num_sequences:total].any()
+    starts = buffers.host("query_start")[num_sequences : total + 1]
+    assert starts.tolist() == list(range(first, size + 1))
 
 
-def check_attention(buffers: StepBuffers, rows: tuple[ScheduledSequence, ...], size: int) -> None:
+def check_items(buffers: StepBuffers, total: int) -> None:
+    """Every key is in one item, and every query of a split has a slot of its own."""
+    work, starts = buffers.host("attention"), buffers.host("query_start")
+    assert work[1] == total
+    items = work[HEADER : HEADER + ITEM * work[0]].reshape(-1, ITEM).tolist()
+    used: set[int] = set()
+    for number in range(total):
+        own = sorted(item for item in items if item[0] == number)
+        ends = [0, *(item[2] for item in own)]
+        assert [item[1] for item in own] == ends[:-1]
+        assert ends[-1] == buffers.host("kv_lens")[number]
+        assert [(item[3] >> 5) & 15 for item in own] == list(range(len(own)))
+        assert {item[3] & 31 for item in own} == {len(own)}
+        if len(own) > 1:
+            (first,) = {item[3] >> 9 for item in own}
+            slots = set(range(first, first + len(own) * int(starts[number + 1] - starts[number])))
+            assert not used & slots
+            used |= slots
+    assert max(used, default=0) < MOST * MAX_SPLITS
+
+
+def check_as_any_step(buffers: StepBuffers, rows: tuple[ScheduledSequence, ...], size: int) -> None:
+    """The work is that of any step with sequences of one query."""
     kv_lens = np.array([row.end for row in rows] + [0] * (size - len(rows)), dtype=np.int32)
     starts = np.arange(size + 1, dtype=np.int32)
-    assert (buffers.host("query_start")[: size + 1] == starts).all()
     expected = np.zeros_like(buffers.host("attention"))
     write_work(expected, starts, kv_lens, HEADS)
     assert (buffers.host("attention") == expected).all()

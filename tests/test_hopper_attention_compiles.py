@@ -19,6 +19,16 @@ POINTERS = {"q_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(
     ("partial_ptr", "lse_ptr", "sinks_ptr"), "*fp32"
 )
 PLAIN: dict[str, object] = {"WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
+# Of decodes alone: queries of a draft.
+QUERIES: dict[str, dict[str, object]] = {
+    "queries": {"HAS_QUERIES": True},
+    "queries, all else, small heads": {
+        "HAS_QUERIES": True,
+        "SOFT_CAP": 43.0,
+        "sinks": True,
+        "HEAD_DIM": 64,
+    },
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "a window": {"WINDOW": 1000},
     "a soft cap": {"SOFT_CAP": 43.0},
@@ -34,8 +44,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def decode(variant: dict[str, object]) -> str:
     from kernels.gluon_decode_attention import BLOCK_N, _decode_kernel
 
-    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16, **variant}
-    if not variant["WINDOW"]:
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16, "HAS_QUERIES": False, **variant}
+    if not variant["WINDOW"] and not sizes["HAS_QUERIES"]:
         sizes["kv_lens_ptr"] = None
     return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
 
@@ -61,12 +71,17 @@ def test_prefill_compiles() -> None:
     assert "cp.async.bulk.tensor" in ptx
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("kernel", [decode, prefill])
+@pytest.mark.parametrize(
+    ("kernel", "changes"),
+    [(kernel, changes) for kernel in (decode, prefill) for changes in VARIANTS.values()]
+    + [(decode, changes) for changes in QUERIES.values()],
+    ids=[f"{kernel}-{name}" for kernel in ("decode", "prefill") for name in VARIANTS]
+    + [f"decode-{name}" for name in QUERIES],
+)
 def test_variants_of_families_compile(
-    kernel: Callable[[dict[str, object]], str], name: str
+    kernel: Callable[[dict[str, object]], str], changes: dict[str, object]
 ) -> None:
-    variant = PLAIN | VARIANTS[name]
+    variant = PLAIN | changes
     if variant.pop("sinks", False):
         del variant["sinks_ptr"]  # a pointer like others
     ptx = kernel(variant)

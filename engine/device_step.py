@@ -141,10 +141,9 @@ class DeviceSteps:
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
         self._masks = Masks(num_draws, model.config.vocab_size, device)
-        queries = 1  # rows of a draft that attend together
-        if num_draws > limits.max_seqs and not any(model.config.sliding_windows):
-            queries = max_item_queries(kv.k[0], limits.heads.num_heads)
-        rows = replace(limits, max_seqs=num_draws, max_queries=queries)
+        has_windows = any(model.config.sliding_windows)
+        most = 1 if has_windows else max_item_queries(kv.k[0], limits.heads.num_heads)
+        rows = replace(limits, max_seqs=num_draws, max_queries=min(most, limits.max_queries))
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows.max_seqs, rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn, is_decode=False)

@@ -38,6 +38,7 @@ def step_limits(
         HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
         config.max_lora_rank,
         num_tables,
+        1 if config.speculation == "off" else 1 + config.num_speculative_tokens,
     )
 
 

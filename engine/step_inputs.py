@@ -49,7 +49,7 @@ class StepLimits:
     heads: HeadShape
     max_lora_rank: int
     num_tables: int = 1  # block tables of a sequence
-    max_queries: int = 1  # of a decode with a draft that attention takes as one sequence
+    max_queries: int = 1  # of a decode with its draft; in graphs: of those that attend together
 
     @property
     def max_blocks(self) -> int:

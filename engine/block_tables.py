@@ -54,6 +54,8 @@ class BlockTables:
         """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too
         few are free."""
         missing = self.num_missing(sequence, num_tokens)
+        if not missing:
+            return True
         if missing > self.pool.num_free:
             return False
         sequence.block_table += self.pool.allocate(missing)

@@ -27,11 +27,13 @@ _GAIN = 1.03  # a draft that is expected to save less is left out
 _NEWEST = 0.1  # share of a new step in the mean of its kind
 _FIRST = 2  # steps of a kind of which the shortest counts
 _FAR = 4.0  # times its mean: an exception, such as a step that compiles
-_STALE = 64  # steps after which the steps without drafts are measured again
+_STALE = 128  # steps after which the steps without drafts are measured again
 _LEAST = 0.05  # probability of a token that is worth its row, be it almost free
 _BOLD = 8.0  # times the largest measured number of draft tokens
 _SIZES = 16  # of draft tokens in a step, in powers of two
-_FORGOTTEN = 512  # steps after which an old measurement does not keep drafts out any more
+# Steps for each measurement, and at most, after which a mean does not keep drafts out any more: one
+# slow step, perhaps the host's, must not do so for long.
+_TRUSTED, _FORGOTTEN = 32, 512
 
 
 def _bucket(count: int) -> int:
@@ -109,6 +111,11 @@ class _Mean:
     last_step: int
     num_steps: int = 1
 
+    @property
+    def trusted(self) -> int:
+        """The steps for which the mean counts after its newest step."""
+        return min(_TRUSTED * self.num_steps, _FORGOTTEN)
+
     def add(self, num_sequences: int, num_drafted: int, seconds: float, step: int) -> None:
         self.num_steps += 1
         share = max(_NEWEST, 1.0 / self.num_steps)
@@ -179,7 +186,7 @@ class DraftGate:
         points = []
         for bits in range(_SIZES):
             mean = self._means.get((size, bits))
-            if mean is not None and (not bits or self._step - mean.last_step <= _FORGOTTEN):
+            if mean is not None and (not bits or self._step - mean.last_step <= mean.trusted):
                 seconds = mean.seconds + row_s * (num_sequences - mean.num_sequences)
                 points.append((mean.num_drafted, max(0.5 * mean.seconds, seconds)))
         return points

@@ -23,9 +23,10 @@ from engine.types import Sequence as Choice
 # times.
 _TRIED_EVERY = 16
 _MOST_DOUBLINGS = 3
-# Steps with drafts, for one that has none whatever matches: it measures the cost of steps, without
-# which one request that always drafts would leave those of `auto` and the prompts without measure.
-_PLAIN_EVERY = 48
+# Steps with drafts, for one that has none whatever matches, and a second one that runs ahead: they
+# measure the cost of steps, without which one request that always drafts would leave those of
+# `auto` and the prompts without measure. Fewer than those after which the gate asks for them.
+_PLAIN_EVERY = 96
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Speculation:
         self._running: dict[Choice, _Guessed] = {}
         self._to_learn: list[tuple[OwnAcceptance, Draft, Sequence[int]]] = []
         self._is_open = False  # the gate let a draft through at the last try
+        self._is_measuring = False  # the newest step has no drafts although there were some
         self._num_plans = 0
         self._num_in_vain = 0  # tries since the gate was open
         self._num_in_row = [0, 0]  # steps with drafts, of decodes alone and with prompts
@@ -70,6 +72,9 @@ class Speculation:
         """Returns True if the next step should have drafts, so that the step in flight has to be
         committed first. Called once for each step that is planned."""
         self._num_plans += 1
+        if self._is_measuring:
+            self._is_measuring = False
+            return False
         if len(running) >= self._max_draws:
             return False  # no room for drafts
         modes = {self._mode_of(sequence) for sequence in running}
@@ -89,6 +94,7 @@ class Speculation:
         has_prompts = any(part.end - part.start > 1 for part in parts)
         if not drafts or self._num_in_row[has_prompts] >= _PLAIN_EVERY:
             self._num_in_row[has_prompts] = 0
+            self._is_measuring = bool(drafts)
             return
         budget = min(
             self._max_step_tokens - sum(part.end - part.start for part in parts),
@@ -233,6 +239,8 @@ def _has_room(part: ScheduledSequence, count: int, tables: BlockTables, num_runn
     of layers afterwards."""
     sequence, end = part.sequence, part.end + count
     missing = tables.num_missing(sequence, end)
-    if missing and tables.pool.num_free - missing < num_running * tables.num_groups:
+    if not missing:
+        return True
+    if tables.pool.num_free - missing < num_running * tables.num_groups:
         return False
     return tables.grow(sequence, end)

@@ -59,10 +59,10 @@ class Speculation:
         self._acceptances = Acceptances()
         self._running: dict[Choice, _Guessed] = {}
         self._to_learn: list[tuple[OwnAcceptance, Draft, Sequence[int]]] = []
-        self._is_open = False  # the gate let a draft through at the last try
         self._is_measuring = False  # the newest step has no drafts although there were some
         self._num_plans = 0
-        self._num_in_vain = 0  # tries since the gate was open
+        # Tries since the gate let a draft through, by sequences in powers of two; 0: it is open.
+        self._num_in_vain: dict[int, int] = {}
         self._num_in_row = [0, 0]  # steps with drafts, of decodes alone and with prompts
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -80,8 +80,9 @@ class Speculation:
         modes = {self._mode_of(sequence) for sequence in running}
         if "suffix" in modes:
             return True
-        every = _TRIED_EVERY << min(self._num_in_vain, _MOST_DOUBLINGS)
-        is_due = self._is_open or self._num_plans % every == 0
+        num_in_vain = self._num_in_vain.get(len(running).bit_length(), 0)
+        every = _TRIED_EVERY << min(num_in_vain, _MOST_DOUBLINGS)
+        is_due = not num_in_vain or self._num_plans % every == 0
         return "auto" in modes and is_due and not self._gate.is_stale(len(running))
 
     def extend(self, parts: list[ScheduledSequence], tables: BlockTables, num_running: int) -> None:
@@ -100,7 +101,7 @@ class Speculation:
             self._max_step_tokens - sum(part.end - part.start for part in parts),
             self._max_draws - sum(part.samples for part in parts),
         )
-        for index, most in self._counts(parts, drafts).items():
+        for index, most in self._counts(parts, drafts, num_running).items():
             part, count = parts[index], min(most, budget)
             if not count or not _has_room(part, count, tables, num_running):
                 continue
@@ -116,7 +117,7 @@ class Speculation:
         self._num_in_row[has_prompts] = 0 if is_plain else self._num_in_row[has_prompts] + 1
 
     def _counts(
-        self, parts: Sequence[ScheduledSequence], drafts: Mapping[int, Draft]
+        self, parts: Sequence[ScheduledSequence], drafts: Mapping[int, Draft], num_running: int
     ) -> dict[int, int]:
         """Returns the number of tokens to verify of each draft."""
         counts = {index: len(draft.token_ids) for index, draft in drafts.items()}
@@ -131,8 +132,9 @@ class Speculation:
             chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
             # A gate that has to measure a step without drafts says nothing about drafts.
             if not self._gate.is_stale(num_sequences):
-                self._is_open = any(chosen)
-                self._num_in_vain = 0 if self._is_open else self._num_in_vain + 1
+                size = num_running.bit_length()
+                num_in_vain = 0 if any(chosen) else self._num_in_vain.get(size, 0) + 1
+                self._num_in_vain[size] = num_in_vain
             counts |= zip(gated, chosen, strict=True)
         return counts
 

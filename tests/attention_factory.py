@@ -85,7 +85,7 @@ class Batch:
         starts = np.array(self.starts(), np.int32)
         tensors = [torch.from_numpy(array).to(self.device) for array in (starts, kv_lens, work)]
         plan = PagedPlan.for_graph(
-            *tensors[:2], self.tables, tensors[2], self.scratch(), len(self.q), max(queries)
+            *tensors[:2], self.tables, tensors[2], self.scratch(), len(self.q), int(queries.max())
         )
         out = self.q.new_full(self.q.shape, float("nan"))
         paged_attention(

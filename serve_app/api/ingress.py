@@ -7,6 +7,7 @@ Every response, including errors for malformed requests, has OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from functools import partial
 
@@ -327,6 +328,9 @@ class Ingress:
             follow(authenticator.table, manager.key_delta.remote)
         if self._state.accounts is not None:
             self._state.accounts.start()
+        # Modules and routes stay for good: a collection that visits them holds up every stream.
+        gc.collect()
+        gc.freeze()
 
     async def check_health(self) -> None:
         """Raises if this ingress no longer follows the manager, so that Serve replaces it."""

@@ -154,6 +154,8 @@ class OurEngine:
         self.config = settings.config(kind)
         self.engine = open_engine(self.config, reader_of)
         self.reader = readers[0]
+        gc.collect()  # as the server's engine does before it is ready
+        gc.freeze()
         self.engine.start()
         self.start_s = time.perf_counter() - started_s
         self._vocab_size = self.engine.model_limits.vocab_size
@@ -233,6 +235,7 @@ class OurEngine:
     def close(self) -> None:
         self.engine.stop()
         del self.engine, self.reader
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -28,6 +28,7 @@ _SLOW_FILES = (
     "test_interpreter",
     "test_kernel_warm_up",
     "test_serve_haproxy",
+    "test_serve_warm",
     "test_registry_plain",
     "test_engine_model",
     "test_engine_windows",

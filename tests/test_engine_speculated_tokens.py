@@ -213,9 +213,7 @@ def test_suffix_drafts_change_no_token(
         assert load.num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize(
-    ("script", "count"), [("half", None), ("right", 200), ("wrong", 200)]
-)
+@pytest.mark.parametrize(("script", "count"), [("half", None), ("right", 200), ("wrong", 200)])
 def test_scripted_drafts_change_no_token(
     runner: ModelRunner,
     requests: tuple[Request, ...],

@@ -9,8 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -26,6 +28,7 @@ _SLOW_FILES = (
     "test_interpreter",
     "test_kernel_warm_up",
     "test_serve_haproxy",
+    "test_serve_warm",
     "test_registry_plain",
     "test_engine_model",
     "test_engine_windows",
@@ -123,6 +126,9 @@ _FIRST = (*_SHARED_SERVE, *_SLOW_FILES[:4], "test_serve_launch", *_SLOW_FILES[4:
 # Hypothesis would fail an example of more than 200 ms, which shares a core with others here.
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
+# Each client of httpx, hence each `httpx.get`, would read the authorities' certificates anew: 40 ms
+# of a core, for requests without TLS, too.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 _ORDER = {stem: place for place, stem in enumerate(_FIRST)}
 
 

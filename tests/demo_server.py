@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 import yaml
 
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 LORAPLEX = Path(sys.executable).parent / "loraplex"
 BASE = BASE_NAME
 ADAPTERS = ADAPTER_NAMES
+DATABASE = "mlflow.db"  # of the default registry
 READY_S = 600.0  # beside other work
 
 
@@ -88,12 +91,18 @@ def write_config(source: Path, target: Path, **engine: object) -> str:
 
 
 def home_beside(home: Path, folder: Path) -> Path:
-    """The same registry and cache; a home has one server, and the shared one is running."""
+    """The same files and a copy of the registry; a home has one server, and the shared one is
+    running, perhaps for the tests of another process."""
     other = folder / "home"
     other.mkdir()
     for path in home.iterdir():
-        if path.name not in ("logs", "serve.lock"):
+        if path.name not in ("logs", "serve.lock", DATABASE):
             (other / path.name).symlink_to(path)
+    with (
+        closing(sqlite3.connect(home / DATABASE)) as source,
+        closing(sqlite3.connect(other / DATABASE)) as target,
+    ):
+        source.backup(target)
     return other
 
 
@@ -111,12 +120,30 @@ def serving(home: Path, config: Path, url: str, *options: str) -> Iterator[DemoS
         _wait_ready(process, url)
         yield DemoServer(url, home, process)
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=90)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        _end(process)
+
+
+def check_end(server: DemoServer) -> None:
+    """Ends it as Ctrl-C does, and sees that all of its processes went away."""
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(tree) > 5
+    _end(server.process)
+    assert server.process.returncode == 0
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{server.url}/live", timeout=2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:

@@ -9,11 +9,13 @@ choice, so `solo_tokens` says what a request must give whatever else runs.
 
 from __future__ import annotations
 
+import struct
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from engine.blocks import BlockPool
 from engine.config import EngineConfig
@@ -256,8 +258,9 @@ class FakeRunner:
         hashes = prefix_hashes(sequence.request, self._tokens(item))
         for table, group in zip(self._tables(sequence), self.kv_layout.groups, strict=True):
             seen = 0 if group.window is None else max(0, item.start - group.window + 1)
+            kv, size = self.kv, self.block_size  # `_slot` in place: most of the time of the tests
             for position in range(seen, item.end):
-                if self.kv[self._slot(table, position)] != hashes[position]:
+                if kv[table[position // size] * size + position % size] != hashes[position]:
                     raise KVViolation(f"{sequence.request.request_id} at position {position}")
         prompt_logprobs = self._prompt_logprobs(item)
         if not item.samples:
@@ -295,16 +298,41 @@ class FakeRunner:
 
 
 def prefix_hashes(request: Request, token_ids: list[int]) -> list[int]:
-    value = zlib.crc32(f"{request.adapter}/{request.cache_salt}".encode())
-    hashes = []
-    for token in token_ids:
+    """Returns a hash of the tokens up to each position, with the adapter and the salt. A sequence
+    asks in each of its steps: what does not change is kept, in pieces of 32 tokens."""
+    kept = len(token_ids) - len(token_ids) % 32
+    hashes = list(_kept_hashes(_first_hash(request), tuple(token_ids[:kept])))
+    value = hashes[-1] if hashes else _first_hash(request)
+    for token in token_ids[kept:]:
         value = zlib.crc32(token.to_bytes(4, "little"), value)
         hashes.append(value)
     return hashes
 
 
+def last_hash(request: Request, token_ids: list[int]) -> int:
+    """Returns the last of `prefix_hashes`."""
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), _first_hash(request))
+
+
+def _first_hash(request: Request) -> int:
+    return zlib.crc32(f"{request.adapter}/{request.cache_salt}".encode())
+
+
+@lru_cache(maxsize=4096)
+def _kept_hashes(value: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    if not token_ids:
+        return ()
+    before = _kept_hashes(value, token_ids[:-32])
+    value = before[-1] if before else value
+    piece = []
+    for token in token_ids[-32:]:
+        value = zlib.crc32(token.to_bytes(4, "little"), value)
+        piece.append(value)
+    return (*before, *piece)
+
+
 def draw(sequence: Sequence, token_ids: list[int], model: FakeModel) -> int:
-    last = prefix_hashes(sequence.request, token_ids)[-1]
+    last = last_hash(sequence.request, token_ids)
     value = zlib.crc32(f"{last}/{sequence.seed}/{sequence.choice}".encode())
     banned = banned_token_ids(sequence, len(token_ids), model.eos_token_ids)
     allowed = [token for token in range(model.vocab_size) if token not in banned]

@@ -18,7 +18,7 @@ from engine.core import Engine
 from engine.grammar_state import fill_masks
 from engine.grammars import Grammars
 from engine.types import Grammar, Request, Sample, ScheduledBatch, TokenOutput
-from tests.fakes import FakeModel, FakeRunner, FakeStep, make_config, prefix_hashes
+from tests.fakes import FakeModel, FakeRunner, FakeStep, last_hash, make_config
 
 EOS = 0
 THINK_END = 1
@@ -148,7 +148,7 @@ def masked_draw(request: Request, choice: int, token_ids: list[int], state) -> i
     masks = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
     fill_masks([state], masks)
     allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
-    last = prefix_hashes(request, token_ids)[-1]
+    last = last_hash(request, token_ids)
     value = zlib.crc32(f"{last}/{request.params.seed}/{choice}".encode())
     return int(allowed[value % len(allowed)]) % VOCAB
 

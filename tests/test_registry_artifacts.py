@@ -170,7 +170,7 @@ class Liar(BaseHTTPRequestHandler):
 @contextmanager
 def liar() -> Iterator[HttpArtifactRepository]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         uri = f"http://127.0.0.1:{server.server_port}/artifacts"

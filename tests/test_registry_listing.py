@@ -121,7 +121,7 @@ def test_an_endpoint_that_answers_everything_with_an_empty_object_is_no_empty_re
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Empty)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         with pytest.raises(RegistryUnavailableError, match="it is not an MLflow server"):
             Registry(f"http://127.0.0.1:{server.server_port}").snapshot()

@@ -1,4 +1,5 @@
-"""The whole server behind HAProxy: what clients of the Python proxy see, they see here too."""
+"""The whole server behind HAProxy, with two bases: what clients of the Python proxy see, they see
+here too."""
 
 from __future__ import annotations
 
@@ -13,28 +14,33 @@ import pytest
 import yaml
 
 from tests.demo_server import (
+    ADAPTERS,
+    BASE,
     ROOT,
     DemoServer,
+    check_end,
     home_beside,
     open_ports,
+    run_cli,
     serving,
     write_config,
 )
 
 pytestmark = pytest.mark.serve
-MODEL = "smollm2-135m-instruct"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
 def server(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     folder = tmp_path_factory.mktemp("haproxy")
-    config = folder / "quickstart.yaml"
-    url = write_config(ROOT / "configs" / "quickstart.yaml", config, dtype="float32", device="cpu")
+    config = folder / "two_bases.yaml"
+    url = write_config(ROOT / "configs" / "two_bases.yaml", config, device="cpu")
     content = yaml.safe_load(config.read_text())
     content["applications"][0]["args"]["ingress"] = {"body_timeout_s": 2}
     config.write_text(yaml.safe_dump(content))
-    with serving(home_beside(demo_home, folder), config, url, "--haproxy") as running:
+    home = home_beside(demo_home, folder)
+    run_cli(home, "demo", "--two-bases")
+    with serving(home, config, url, "--haproxy") as running:
         yield running
 
 
@@ -45,7 +51,7 @@ def api(server: DemoServer) -> Iterator[openai.OpenAI]:
 
 
 def test_a_stream_has_the_words_of_the_whole_answer(api: openai.OpenAI) -> None:
-    asked = {"model": f"{MODEL}:pirate", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+    asked = {"model": f"{BASE}:pirate", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
     whole = api.chat.completions.create(**asked).choices[0].message.content  # type: ignore[call-overload]
     chunks = api.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
     parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -61,11 +67,11 @@ def test_refusals_keep_their_status_and_body(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown"):
         api.chat.completions.create(model="unknown", messages=MESSAGES)  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)  # type: ignore[arg-type]
+        api.chat.completions.create(model=BASE, messages=MESSAGES, temperature=-1)  # type: ignore[arg-type]
 
 
 def test_a_client_that_leaves_frees_its_place(server: DemoServer) -> None:
-    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 1500}
+    body = {"model": BASE, "prompt": "Once", "stream": True, "max_tokens": 1500}
     body |= {"ignore_eos": True}
     with (
         httpx.Client(timeout=60) as http,
@@ -98,6 +104,26 @@ def test_what_serve_cannot_decode_or_forward_is_no_failure_of_the_server(
         for headers in ({"x-long": "x" * 64_000}, {f"x-{i}": "" for i in range(110)}):
             assert 400 <= http.get("/live", headers=headers).status_code < 500
         assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_two_bases_behind_one_endpoint(server: DemoServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        assert {BASE, "tiny-qwen3", *ADAPTERS} == listed
+        body = {"prompt": "Hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        texts = set()
+        for name in (BASE, "tiny-qwen3"):
+            answer = http.post("/v1/completions", json=body | {"model": name}).json()
+            assert answer["usage"]["completion_tokens"] == 5
+            texts.add(answer["choices"][0]["text"])
+        assert len(texts) == 2
+        wrong = http.post("/v1/completions", json=body | {"model": "tiny-qwen3:pirate"})
+        assert wrong.status_code == 404
+
+
+def test_ctrl_c_leaves_nothing_running(server: DemoServer) -> None:
+    """The last test of its server, which it ends."""
+    check_end(server)
 
 
 def wait_for_running(server: DemoServer, count: int) -> None:

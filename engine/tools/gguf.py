@@ -179,7 +179,7 @@ def _slices(tensor: ReaderTensor) -> Iterator[torch.Tensor]:
 
 
 def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     # The bar over a GGUF's tensors ignores the line above; errors are exceptions.
     try:
         with contextlib.redirect_stderr(io.StringIO()):

@@ -27,7 +27,7 @@ def peft_logits(
 ) -> Iterator[torch.Tensor]:
     """Yields the logits [len(prompt), V] of each prompt, in float32 on the CPU. Raises what the two
     libraries raise for folders that they cannot read."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # warnings of loading; errors are exceptions
         base = AutoModelForCausalLM.from_pretrained(
             base_folder,

@@ -23,14 +23,22 @@ class Job:
 
 
 def make_jobs(
-    targets: Sequence[str | None], count: int, *, mean: int = 48, longest: int = 192, seed: int = 0
+    targets: Sequence[str | None],
+    count: int,
+    *,
+    mean: int = 48,
+    longest: int = 192,
+    padding: int = 5,
+    seed: int = 0,
 ) -> list[Job]:
-    """`count` requests that take the targets in turn, prompts of about 30 to 130 tokens."""
+    """`count` requests that take the targets in turn, prompts of about 30 to 130 tokens: with up to
+    `padding` sentences of 20 tokens each."""
     draw = random.Random(seed)
     jobs = []
     for i in range(count):
         topic = draw.choice(TOPICS)
-        text = f"Request {i}: tell me something about {topic}. " + PADDING * draw.randint(0, 5)
+        said_before = PADDING * draw.randint(0, padding)
+        text = f"Request {i}: tell me something about {topic}. {said_before}"
         length = min(longest, max(4, round(draw.expovariate(1 / mean))))
         jobs.append(Job(targets[i % len(targets)], text, length))
     return jobs

@@ -1,6 +1,8 @@
 """Makes the demo once: converts the base into HOME/demo, registers it and its four adapters.
 
-A second call changes nothing; concurrent calls wait for each other.
+A second call changes nothing; concurrent calls wait for each other. What converts and checks is
+imported when there is something to do: torch and transformers take seconds, which each start of the
+demo by `make` would pay.
 Ignorant of Ray and HTTP.
 """
 
@@ -12,29 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.tools.gguf import convert_gguf
-from engine.tools.random_base import RandomShape, write_random_base
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.entities import content_digest
 from registry.manifest import MAX_ADAPTER_BYTES, Progress, no_progress, scan_folder
 from serve_app.cli.commands.store import open_registry
 from serve_app.cli.demo.source import GGUF_NAME, obtain_gguf
-from serve_app.cli.registration import register_adapter, register_base
 
 BASE_NAME = "smollm2-135m-instruct"
 ADAPTER_NAMES = ("pirate", "sql", "extract", "tools")
 ADAPTERS_DIR = Path(__file__).with_name("adapters")
 RANDOM_BASE_NAME = "tiny-qwen3"
-RANDOM_SHAPE = RandomShape(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-)
 CONVERTED_BYTES = 269_060_552  # the size of model.safetensors
 
 
@@ -49,24 +39,42 @@ def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = N
     registry = open_registry(uri)
     cache = Cache(home / "cache")
     catalog = registry.snapshot()
-    if all(base.name != BASE_NAME for base in catalog.bases):
+    missing = [name for name in ADAPTER_NAMES if not _is_registered(catalog, name)]
+    has_base = any(base.name == BASE_NAME for base in catalog.bases)
+    if has_base and not missing:
+        return
+
+    from serve_app.cli.registration import register_adapter, register_base
+
+    if not has_base:
         folder = base_folder(home)
         register_base(registry, folder, BASE_NAME, link=True, progress=progress)
-    for name in ADAPTER_NAMES:
-        if not _is_registered(catalog, name):
-            folder = ADAPTERS_DIR / name
-            # The effect is measured before a release, so the start does not wait for it.
-            register_adapter(
-                registry, folder, name, BASE_NAME, cache=cache, probe="never", progress=progress
-            )
+    for name in missing:
+        folder = ADAPTERS_DIR / name
+        # The effect is measured before a release, so the start does not wait for it.
+        register_adapter(
+            registry, folder, name, BASE_NAME, cache=cache, probe="never", progress=progress
+        )
 
 
 def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
     """Registers a second, tiny base with random weights, for a server of two bases."""
+    from engine.tools.random_base import RandomShape, write_random_base
+    from serve_app.cli.registration import register_base
+
+    shape = RandomShape(
+        architecture="Qwen3ForCausalLM",
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+    )
     folder = home / "demo" / RANDOM_BASE_NAME
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
-            write_random_base(RANDOM_SHAPE, base_folder(home), folder)
+            write_random_base(shape, base_folder(home), folder)
     registry = open_registry(uri)
     if all(base.name != RANDOM_BASE_NAME for base in registry.snapshot().bases):
         register_base(registry, folder, RANDOM_BASE_NAME, link=True)
@@ -78,6 +86,8 @@ def convert_base(home: Path, progress: Progress = no_progress) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
+            from engine.tools.gguf import convert_gguf
+
             with tempfile.TemporaryDirectory(prefix=".gguf.", dir=folder.parent) as scratch:
                 gguf = Path(scratch) / GGUF_NAME
                 obtain_gguf(gguf, progress)

@@ -34,21 +34,17 @@ def body_in(module: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     def decorate(signature: Callable[P, None]) -> Callable[P, None]:
         @wraps(signature)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            _load(module, signature.__name__)(*args, **kwargs)
+            try:
+                body = getattr(
+                    import_module(f"serve_app.cli.commands.{module}"), signature.__name__
+                )
+                body(*args, **kwargs)
+            except ModuleNotFoundError as error:  # an extra that is not installed
+                if error.name is None or error.name.partition(".")[0] in _ROOMS:
+                    raise
+                words = f"This command needs the package {error.name}: pip install 'loraplex[demo]'"
+                raise Failure(words) from error
 
         return run
 
     return decorate
-
-
-def _load(module: str, name: str) -> Callable[..., None]:
-    try:
-        found: Callable[..., None] = getattr(
-            import_module(f"serve_app.cli.commands.{module}"), name
-        )
-    except ModuleNotFoundError as error:  # an extra that is not installed
-        if error.name is None or error.name.partition(".")[0] in _ROOMS:
-            raise
-        words = f"This command needs the package {error.name}: pip install 'loraplex[demo]'"
-        raise Failure(words) from error
-    return found

@@ -240,3 +240,40 @@ def test_a_request_that_always_drafts_leaves_the_cost_of_steps_measured(
             num_outputs[int(output.request_id[1:])] += len(output.token_ids)
     assert min(num_outputs[1:]) > 0.8 * num_outputs[0]
     assert engine.load().step_fixed_s > 0
+
+
+@pytest.mark.parametrize("runner_class", [TimedRunner, AheadRunner])
+def test_the_gate_lets_no_drafts_pass_beside_prompts(runner_class: type[TimedRunner]) -> None:
+    """It does not know what they cost there; a request that always drafts has them."""
+    runner = runner_class(COSTS["memory"])
+    config = make_config(speculation="auto", num_speculative_tokens=4, max_num_batched_tokens=16)
+    engine = Engine(
+        config, runner, lambda: runner.now_s[0], drafter=ScriptedDrafter("right", 16, truth)
+    )
+    batches: list[ScheduledBatch] = []
+    launch = runner.launch
+
+    def watched(batch: ScheduledBatch) -> FakeStep:
+        batches.append(batch)
+        return launch(batch)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    for number in range(12):
+        mode = "suffix" if number % 6 == 5 else None
+        request = make_request(
+            f"r{number}", 40, seed=number, max_tokens=60, adapter=None, speculation=mode
+        )
+        engine.add_request(request)
+        for _ in range(15):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    beside = [batch for batch in batches if any(p.known_end - p.start > 1 for p in batch.sequences)]
+    drafted = {
+        p.sequence.request.params.speculation for b in beside for p in b.sequences if p.draft
+    }
+    assert drafted == {"suffix"}
+    others = {
+        p.sequence.request.params.speculation for b in batches for p in b.sequences if p.draft
+    }
+    assert others == {None, "suffix"}

@@ -324,12 +324,12 @@ class Engine:
         step.lacks_memory = True
 
     def _drafts_next(self) -> bool:
-        """Returns True if the step in flight has to be committed before the next one is planned:
-        drafts follow the newest tokens."""
+        """Returns True if the step in flight is to be committed first: drafts follow its tokens."""
         if self._speculation is None:
             return False
-        had_drafts = self._in_flight.num_drafted > 0
-        return self._speculation.needs_newest(self.scheduler.running) or had_drafts
+        running, num_waiting = self.scheduler.running, len(self.scheduler.waiting)
+        is_needed = self._speculation.needs_newest(running, num_waiting)
+        return is_needed or self._in_flight.num_drafted > 0
 
     def _collect_in_flight(self) -> list[TokenOutput]:
         step, self._in_flight = self._in_flight, Step(_EMPTY)

@@ -147,8 +147,18 @@ class DraftGate:
 
     def is_stale(self, num_sequences: int) -> bool:
         """Returns True if a step without drafts has to be measured."""
-        plain = self._means.get((num_sequences.bit_length(), 0))
-        return plain is None or self._step - plain.last_step > _STALE
+        return self._size_of(num_sequences) is None
+
+    def _size_of(self, num_sequences: int) -> int | None:
+        """Returns the size of the steps that stand for those of so many sequences: the nearest one
+        whose steps without drafts were measured lately. A batch of 32 has 31 for one step each time
+        that a request ends, too few to be measured at all."""
+        size = num_sequences.bit_length()
+        for one in (size, size + 1, size - 1):
+            plain = self._means.get((one, 0))
+            if plain is not None and self._step - plain.last_step <= _STALE:
+                return one
+        return None
 
     def choose(
         self, num_sequences: int, survivals: Sequence[Sequence[float]], row_s: float
@@ -182,7 +192,8 @@ class DraftGate:
     def _points(self, num_sequences: int, row_s: float) -> list[tuple[float, float]]:
         """Returns the (draft tokens, seconds) of measured steps of about so many sequences, by
         their draft tokens."""
-        size = num_sequences.bit_length()
+        size = self._size_of(num_sequences)
+        assert size is not None
         points = []
         for bits in range(_SIZES):
             mean = self._means.get((size, bits))

@@ -320,12 +320,12 @@ class Scheduler:
     def _commit_one(self, item: ScheduledSequence, sample: Sample) -> TokenOutput | None:
         sequence = item.sequence
         if not sample.is_finite:
-            self._leave(sequence, Ending("error"), NOT_FINITE)
+            if self._speculation is None or not self._speculation.withdraw(item):
+                self._leave(sequence, Ending("error"), NOT_FINITE)
             return None
-        known = item.without_draft() if item.draft else item
-        end = known.end
+        known = item.without_draft()
         self._tables.commit(known)
-        sequence.num_computed_tokens = end
+        sequence.num_computed_tokens = end = known.end
         if end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):

@@ -35,6 +35,7 @@ class _Guessed:
 
     acceptance: OwnAcceptance
     draft: Draft | None = None
+    is_withdrawn: bool = False  # it has no more drafts
 
 
 class Speculation:
@@ -52,6 +53,7 @@ class Speculation:
         self._cost = cost
         self._most = config.num_speculative_tokens
         self._max_draws = max_draws
+        self._max_num_seqs = config.max_num_seqs
         self._max_step_tokens = config.max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
@@ -61,17 +63,22 @@ class Speculation:
         self._to_learn: list[tuple[OwnAcceptance, Draft, Sequence[int]]] = []
         self._is_measuring = False  # the newest step has no drafts although there were some
         self._num_plans = 0
-        # Tries since the gate let a draft through, by sequences in powers of two; 0: it is open.
+        # Tries since the gate let a draft through, by sequences in powers of two; 0: it is open. A
+        # size that was not tried begins with the result of the newest try.
         self._num_in_vain: dict[int, int] = {}
+        self._newest_in_vain = 1
+        self._num_waiting = 0  # requests, as of the newest plan
+        self._had_prompts = False  # the newest step
         self._num_in_row = [0, 0]  # steps with drafts, of decodes alone and with prompts
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted = [0] * self._most  # per position
 
-    def needs_newest(self, running: Sequence[Choice]) -> bool:
+    def needs_newest(self, running: Sequence[Choice], num_waiting: int) -> bool:
         """Returns True if the next step should have drafts, so that the step in flight has to be
-        committed first. Called once for each step that is planned."""
+        committed first. Called once for each step that is planned beside one in flight."""
         self._num_plans += 1
+        has_arrivals, self._num_waiting = num_waiting > self._num_waiting, num_waiting
         if self._is_measuring:
             self._is_measuring = False
             return False
@@ -80,12 +87,22 @@ class Speculation:
         modes = {self._mode_of(sequence) for sequence in running}
         if "suffix" in modes:
             return True
-        num_in_vain = self._num_in_vain.get(len(running).bit_length(), 0)
+        num_in_vain = self._tries_in_vain(len(running))
         every = _TRIED_EVERY << min(num_in_vain, _MOST_DOUBLINGS)
         is_due = not num_in_vain or self._num_plans % every == 0
         if "auto" not in modes or not is_due or self._gate.is_stale(len(running)):
             return False
-        return not any(s.num_tokens - s.num_scheduled_tokens > 1 for s in running)
+        # Beside prompts the gate lets none pass. Those that wait while none begins wait for memory.
+        if (
+            num_waiting
+            and len(running) < self._max_num_seqs
+            and (has_arrivals or self._had_prompts)
+        ):
+            return False
+        return not any(s.num_scheduled_tokens < s.num_prompt_tokens for s in running)
+
+    def _tries_in_vain(self, num_running: int) -> int:
+        return self._num_in_vain.get(num_running.bit_length(), self._newest_in_vain)
 
     def extend(self, parts: list[ScheduledSequence], tables: BlockTables, num_running: int) -> None:
         """Adds drafts to the parts of a step."""
@@ -94,7 +111,12 @@ class Speculation:
             draft = self._guess(part)
             if draft is not None:
                 drafts[index] = draft
-        has_prompts = any(part.end - part.start > 1 for part in parts)
+        # Not the tokens that a grammar forces, which are computed like those of a prompt.
+        has_prompts = any(
+            part.end - part.start > 1 and part.start < part.sequence.num_prompt_tokens
+            for part in parts
+        )
+        self._had_prompts = has_prompts
         if has_prompts:
             # The gate knows what drafts cost in steps that decode. Beside prompts, where no graph
             # replays their rows and no step runs ahead, they took 256 sequences a third more time.
@@ -142,9 +164,8 @@ class Speculation:
             chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
             # A gate that has to measure a step without drafts says nothing about drafts.
             if not self._gate.is_stale(num_sequences):
-                size = num_running.bit_length()
-                num_in_vain = 0 if any(chosen) else self._num_in_vain.get(size, 0) + 1
-                self._num_in_vain[size] = num_in_vain
+                num_in_vain = 0 if any(chosen) else self._tries_in_vain(num_running) + 1
+                self._num_in_vain[num_running.bit_length()] = self._newest_in_vain = num_in_vain
             counts |= zip(gated, chosen, strict=True)
         return counts
 
@@ -156,6 +177,18 @@ class Speculation:
         if guessed is not None and guessed.draft is not None:
             self._to_learn.append((guessed.acceptance, guessed.draft, token_ids))
             guessed.draft = None
+
+    def withdraw(self, item: ScheduledSequence) -> bool:
+        """Has a part whose first draw is not finite computed again, without drafts from now on: a
+        guessed token may have spoiled the rows before it, which attend together with its own.
+        Returns False, with nothing changed, if the part has no draft."""
+        if not item.draft:
+            return False
+        sequence = item.sequence
+        sequence.num_scheduled_tokens = item.start
+        sequence.num_tokens_in_flight = 0
+        self._running[sequence].is_withdrawn = True
+        return True
 
     def learn(self) -> None:
         """Learns from the recorded draws: once the next step is launched, so that no device waits
@@ -201,6 +234,8 @@ class Speculation:
             guessed = _Guessed(self._acceptances.of_sequence(source))
             self._running[sequence] = guessed
         guessed.draft = None
+        if guessed.is_withdrawn:
+            return None
         params = sequence.request.params
         # The last token of all needs no draft: the draw before it gives it.
         limit = min(

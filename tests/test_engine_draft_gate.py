@@ -277,3 +277,47 @@ def test_the_gate_lets_no_drafts_pass_beside_prompts(runner_class: type[TimedRun
         p.sequence.request.params.speculation for b in batches for p in b.sequences if p.draft
     }
     assert others == {None, "suffix"}
+
+
+def closed_s(
+    script: Script, mode: str, num_sequences: int, num_tokens: int, num_queued: int = 0
+) -> float:
+    """Returns the seconds of requests of which the next one comes when one ends."""
+    runner = AheadRunner(COSTS["graphs"])
+    config = make_config(
+        speculation=mode,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=512,
+        num_speculative_tokens=4,
+    )
+    drafter = ScriptedDrafter(script, 16, truth)
+    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
+    num_added, count = 0, 10 * num_sequences
+    while num_added < count or engine.has_work:
+        num_open = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+        for _ in range(min(count - num_added, num_sequences + num_queued - num_open)):
+            most = num_tokens + num_added * 7 % (num_tokens // 2)
+            request = make_request(f"r{num_added}", 4, seed=num_added, max_tokens=most)
+            engine.add_request(request)
+            num_added += 1
+        engine.step()
+    return runner.now_s[0]
+
+
+# Each request that ends leaves a number of sequences that is hardly ever met, and each one that
+# comes has a prompt: neither may have the steps wait in vain, or keep the drafts out.
+CLOSED = [(32, 20, 0), (32, 40, 8), (8, 40, 0)]
+
+
+@pytest.mark.parametrize(("num_sequences", "num_tokens", "num_queued"), CLOSED)
+def test_requests_that_come_and_go_lose_two_percent_at_most_by_wrong_drafts(
+    num_sequences: int, num_tokens: int, num_queued: int
+) -> None:
+    setting = (num_sequences, num_tokens, num_queued)
+    assert closed_s("wrong", "auto", *setting) <= 1.02 * closed_s("wrong", "off", *setting)
+
+
+@pytest.mark.parametrize(("num_sequences", "most"), [(32, 0.61), (8, 0.55)])
+def test_requests_that_come_and_go_have_drafts(num_sequences: int, most: float) -> None:
+    plain_s = closed_s("right", "off", num_sequences, 80)
+    assert closed_s("right", "auto", num_sequences, 80) < most * plain_s

@@ -90,6 +90,38 @@ def test_right_drafts_save_steps_and_change_no_token(ahead: bool) -> None:
     assert load.num_accepted_tokens == 40 - len(runner.batches)
 
 
+class SpoilingRunner(FakeRunner):
+    """The guessed tokens of one request spoil the row before them."""
+
+    def _sample(self, item: ScheduledSequence) -> Sample:
+        sample = super()._sample(item)
+        if item.draft and item.sequence.request.request_id == "spoiled":
+            return Sample(None, is_finite=False)
+        return sample
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_draft_that_spoils_its_step_ends_no_request(ahead: bool) -> None:
+    runner = SpoilingRunner()
+    runner.runs_ahead = ahead
+    engine, _, _ = make_speculating("right", runner, num_speculative_tokens=4)
+    requests = [make_request(name, 5, max_tokens=30, seed=3) for name in ("spoiled", "other")]
+    for request in requests:
+        engine.add_request(request)
+    outputs = run(engine)
+    for request in requests:
+        expected = solo_tokens(request, 0, runner.model_config)
+        assert tokens_of(outputs, request.request_id) == expected
+    assert engine.load().num_free_blocks == runner.num_blocks
+    drafted = [
+        end - start
+        for batch in runner.batches
+        for name, _, start, end in batch
+        if name == "spoiled" and start >= 5 and end - start > 1
+    ]
+    assert len(drafted) == 1
+
+
 def test_wrong_drafts_change_no_token_and_no_step() -> None:
     engine, runner, drafter = make_speculating("wrong")
     request = make_request("r", 5, max_tokens=20)

@@ -10,7 +10,8 @@ Layers with a window need no items: their kernels cut the keys of each window th
 
 The cuts of a sequence depend on its own length, and on whether the step has few sequences, where
 more items are needed to occupy the device: a decode result is the same to the last bit in all steps
-with few sequences, and in all steps with many. Uses numpy and tensors; the kernels are elsewhere.
+with few sequences, and in all steps with many. Queries that attend together have the cuts of the
+last one. Uses numpy and tensors; the kernels are elsewhere.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ It ends with the process that started it, and at any error: the first rank then 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -148,6 +149,8 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
     kv = rank.allocate_kv(sizes["num_blocks"])
     steps = rank.make_steps(kv, pool)
     rank.capture(steps)
+    gc.collect()  # a collection of all that is there now would hold up every rank
+    gc.freeze()
     return _Server(rank, kv, open_block_copies(config, kv, None), pool, steps, segment)
 
 

@@ -242,8 +242,4 @@ def _fill_tables(
         first = sequence.num_dropped if is_last else 0
         if first:
             row[:first] = table[0]  # all the same
-            row[first:stop] = table[first:stop]
-        elif len(table) == stop:
-            row[:stop] = table
-        else:
-            row[:stop] = table[:stop]
+        row[first:stop] = table[first:stop]

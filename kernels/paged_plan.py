@@ -180,7 +180,9 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     queries = np.diff(query_start)
     decodes = np.flatnonzero(queries == 1)
     is_few = int(np.count_nonzero(kv_lens[decodes])) * shape.num_kv_heads <= FEW
-    num_items = _write_items(out, decodes, kv_lens, is_few) if len(decodes) else 0
+    num_items = 0
+    if len(decodes):
+        num_items = _write_items(out, decodes, kv_lens, is_few, queries[decodes])
     out[:HEADER] = (num_items, len(kv_lens), is_few, 0)
     start = HEADER + ITEM * num_items
     prefills = np.flatnonzero(queries > 1)
@@ -190,11 +192,9 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     return WorkCounts(num_items, num_tiles)
 
 
-def write_decode_work(
-    out: Ints, kv_lens: Ints, shape: HeadShape, queries: Ints | None = None
-) -> WorkCounts:
-    """Fills `out` as `write_work` does, for decodes: sequences with so many queries, None: with one
-    each. Padding has 0 keys."""
+def write_decode_work(out: Ints, kv_lens: Ints, shape: HeadShape, queries: Ints) -> WorkCounts:
+    """Fills `out` as `write_work` does, for decodes: sequences with so many queries. Padding has 0
+    keys."""
     is_few = int(np.count_nonzero(kv_lens)) * shape.num_kv_heads <= FEW
     if int(kv_lens.max()) > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
         num_items = _write_items(out, np.arange(len(kv_lens)), kv_lens, is_few, queries)
@@ -215,12 +215,12 @@ def _write_items(
     decodes: npt.NDArray[np.intp],
     kv_lens: Ints,
     is_few: bool,
-    queries: Ints | None = None,
+    queries: Ints,
 ) -> int:
-    """`queries`: of each decode; None: one each. A split has a slot for each of them."""
+    """`queries`: of each decode. A split has a slot for each of them."""
     lengths = kv_lens[decodes].astype(np.int64)
     splits, chunks = _cut(lengths, MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK)
-    used = np.where(splits > 1, splits if queries is None else splits * queries, 0)
+    used = np.where(splits > 1, splits * queries, 0)
     order = np.argsort(-np.minimum(chunks, lengths), kind="stable")
     first_slot = np.cumsum(used) - used
     source = np.repeat(order, splits[order])  # of every item, its sequence among `decodes`

@@ -8,6 +8,7 @@ from typing import Literal
 from engine.types import SpeculationMode
 
 QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
+KVCacheDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # None: from kv_cache_bytes or gpu_memory_utilization
     kv_cache_bytes: int | None = None  # None on CPU: 1 GiB
+    # fp8: keys and values rounded to e4m3, half the bytes of 16 bits; attention computes in float16
+    # and wider. auto: dtype
+    kv_cache_dtype: KVCacheDtype = "auto"
     # Host memory for KV blocks that leave the device, of all ranks together; 0: none. vLLM's
     # kv_offloading_size, which counts GiB.
     kv_host_bytes: int = 0

@@ -142,7 +142,7 @@ class DeviceSteps:
         self._drawn_rows: dict[Choice, int] = {}
         self._masks = Masks(num_draws, model.config.vocab_size, device)
         has_windows = any(model.config.sliding_windows)
-        most = 1 if has_windows else max_item_queries(kv.k[0], limits.heads.num_heads)
+        most = 1 if has_windows else max_item_queries(kv.k[0], limits.heads.num_heads, pool.dtype)
         rows = replace(limits, max_seqs=num_draws, max_queries=min(most, limits.max_queries))
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows.max_seqs, rows, pool, scratch, self._drawn, is_decode=True)

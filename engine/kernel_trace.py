@@ -22,7 +22,7 @@ from engine.largest_step import max_step_tokens, step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
-from engine.resolved import resolve_layout
+from engine.resolved import resolve_kv_dtype, resolve_layout
 from engine.step_inputs import StepLimits
 from engine.types import ScheduledBatch
 from engine.warm_batches import (
@@ -74,7 +74,8 @@ def trace_kernels(
             has_affine = config.affine_adapters
             adapters = zero_adapters(short_shard.sites(), limits, has_affine=has_affine)
         pool = _pool_with(adapters, config, shard.sites(), dtype)
-        kv = allocate_kv_cache(short, layout, 1, dtype, meta)
+        kv_dtype = resolve_kv_dtype(config, dtype, capability)
+        kv = allocate_kv_cache(short, layout, 1, kv_dtype, meta)
         is_fp8 = config.quantization == "fp8"
         weights = empty_weights(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4)
         steps = DeviceSteps(

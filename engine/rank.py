@@ -36,6 +36,7 @@ from engine.resolved import (
     resolve_device,
     resolve_dtype,
     resolve_fp8,
+    resolve_kv_dtype,
     resolve_layout,
     resolve_max_len,
     resolve_shard,
@@ -72,6 +73,7 @@ class Rank:
             capability = torch.cuda.get_device_capability(self.device)
         self.capability = capability
         of_kernels = capability if self.uses_triton else None
+        self.kv_dtype = resolve_kv_dtype(config, self.dtype, of_kernels)
         self.is_fp8 = resolve_fp8(config, whole, self.dtype, of_kernels)
         first = resolve_shard(config, whole)
         self.shard = Shard(whole, index, first.size)
@@ -127,7 +129,7 @@ class Rank:
 
     def allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(
-            self.model_config, self.layout, num_blocks, self.dtype, self.device
+            self.model_config, self.layout, num_blocks, self.kv_dtype, self.device
         )
 
     def make_steps(self, kv: KVCache, pool: AdapterPool, group: Group | None = None) -> Steps:

@@ -1,5 +1,5 @@
 """The values that a configuration leaves open, from the machine and the base: backend, device,
-type, FP8 and length."""
+types, FP8 and length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.model_config import ModelConfig
 from engine.parallel.shards import MAX_RANKS, Shard
 from engine.weight_shapes import check_fp8
 from kernels.backend import HAS_TRITON, IS_INTERPRETED, Capability, allow_triton
-from kernels.e4m3 import FIRST_CAPABILITY
+from kernels.e4m3 import E4M3, FIRST_CAPABILITY
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,21 @@ def resolve_fp8(
             f"quantization is fp8: it needs dtype bfloat16, which is {config.dtype}"
         )
     return True
+
+
+def resolve_kv_dtype(
+    config: EngineConfig, dtype: torch.dtype, capability: Capability | None
+) -> torch.dtype:
+    """Returns the type of keys and values in the cache. `capability`: of the CUDA device whose
+    kernels read them, None for the references. Raises UnsupportedModelError."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if capability is not None and capability < FIRST_CAPABILITY:
+        raise UnsupportedModelError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}: it needs a device of compute capability "
+            f"{_words(FIRST_CAPABILITY)} or higher, this one has {_words(capability)}"
+        )
+    return E4M3
 
 
 def serves_ranks(quantization: QuantizationSetting) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from engine.block_copies import open_block_copies
 from engine.checkpoint import base_reader
+from engine.checks.kv_rounding import check_kv_rounding
 from engine.config import EngineConfig
 from engine.device_memory import (
     adapter_budgets,
@@ -85,11 +86,12 @@ class ModelRunner:
             self.close()
             raise
         logger.info(
-            "%s on %s in %s%s: %d KV blocks, %d adapter blocks, %.1f s",
+            "%s on %s in %s%s%s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,
             self.device if self.group is None else f"{self.group.size} ranks, {self.device} first,",
             self.dtype,
             ", linears in FP8" if rank.is_fp8 else ", linears in 4 bits" if rank.int4 else "",
+            "" if config.kv_cache_dtype == "auto" else ", KV in FP8",
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,
@@ -120,6 +122,9 @@ class ModelRunner:
         self.adapters = self._make_pool(config)
         if self.group is not None:
             self.group.send({"pool_bytes": self._pool_bytes})
+        if config.kv_cache_dtype != "auto" and self.group is None:
+            check_kv_rounding(self.model_config, self._weights, self.adapters, rank.kv_dtype)
+            self.free_cache()
         self.num_blocks = (
             self._blocks_on_device(config, calls) if rank.is_cuda else self._blocks_on_cpu(config)
         )
@@ -260,10 +265,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _blocks_on_cpu(self, config: EngineConfig) -> int:
-        model = self._rank.model_config
-        num_blocks = count_blocks(model, self.kv_layout, config, self.max_model_len, self.dtype)
+        model, kv_dtype = self._rank.model_config, self._rank.kv_dtype
+        num_blocks = count_blocks(model, self.kv_layout, config, self.max_model_len, kv_dtype)
         if config.num_blocks is not None or config.kv_cache_bytes is not None:
-            size = self._shard.size * block_bytes(model, self.kv_layout, self.dtype)
+            size = self._shard.size * block_bytes(model, self.kv_layout, kv_dtype)
             kv = "the KV cache (num_blocks or kv_cache_bytes)"
             machine = "this machine, apart from other processes,"
             check_asked({kv: num_blocks * size}, available_bytes(), machine)
@@ -274,8 +279,8 @@ class ModelRunner:
         uses = [self._rank.measure(self.adapters, calls)]
         if self.group is not None:
             uses += [DeviceUse(**found) for found in self.group.receive_all("use", "measure")]
-        model, length = self._rank.model_config, self.max_model_len
-        plans = [plan_kv(model, self.kv_layout, config, length, self.dtype, use) for use in uses]
+        model, length, kv_dtype = self._rank.model_config, self.max_model_len, self._rank.kv_dtype
+        plans = [plan_kv(model, self.kv_layout, config, length, kv_dtype, use) for use in uses]
         plan = min(plans, key=lambda one: one.num_blocks)
         logger.info("device memory of rank %d\n%s", plans.index(plan), plan.table())
         return plan.num_blocks

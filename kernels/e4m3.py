@@ -76,6 +76,20 @@ class E4m3Rows:
             self.scales[start : start + rows] = part.scales
 
 
+def to_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds keys or values to the type of their cache: in e4m3, magnitudes above 448 become 448.
+    NaN stays NaN."""
+    if dtype == E4M3:
+        x = x.clamp(-LARGEST, LARGEST)  # torch's cast would make NaN of them
+    return x.to(dtype)
+
+
+def indexable(cache: torch.Tensor) -> torch.Tensor:
+    """Returns the cache, or a view of its bytes where its type is e4m3: torch cannot index that on
+    every device."""
+    return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
+
+
 def empty_rows(rows: int, columns: int, device: torch.device) -> E4m3Rows:
     values = torch.empty((rows, columns), dtype=E4M3, device=device)
     return E4m3Rows(values, torch.empty(rows, dtype=torch.float32, device=device))

@@ -1,12 +1,14 @@
 """The shared parts of the Hopper attention kernels: fetching pages of keys, and one step over them.
 
 A ring of STAGES buffers holds BLOCK_N keys and their values each; a row is kept as PARTS pieces of
-64 columns, the 128 bytes that one swizzled row of shared memory holds. Each buffer has a barrier
-for "full" and one for "empty". Free of plans.
+64 columns, in 16 bits the 128 bytes that one swizzled row of shared memory holds. Each buffer has a
+barrier for "full" and one for "empty". A cache in e4m3 is fetched into a ring of its own, from
+which two warps widen it to float16, which holds every e4m3 exactly. Free of plans.
 """
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,10 +18,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The names of Triton 3.7 and later, and the earlier names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+_KINDS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+WIDENERS = gl.constexpr(2)  # warps that widen e4m3; with the fetching warp they fit a warpgroup
+
+
+def describe_rows(
+    cache: torch.Tensor, block_size: int, block_n: int, width: int
+) -> TensorDescriptor:
+    """Returns the descriptor of the copies of 64 columns of rows of a page, [slots, width]. V of a
+    layer may have fewer rows in the cache than its K."""
+    box = [min(block_size, block_n), 64]
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], _KINDS[cache.dtype])
+    return TensorDescriptor.from_tensor(cache.view(-1, width), box, layout)
+
+
+@gluon.constexpr_function
+def wide_layout(block_n):
+    """Returns the layout of the ring into which e4m3 is widened."""
+    return gl.NVMMASharedLayout.get_default_for([block_n, 64], gl.float16)
 
 
 @gluon.jit
@@ -48,6 +74,7 @@ def fetch(
 ):  # fmt: skip
     """Fills the ring with the keys from begin to end; `column` is where the head begins."""
     BOX: gl.constexpr = k_desc.block_type.shape[0]
+    BYTES: gl.constexpr = BLOCK_N * PARTS * 8 * k_desc.dtype.primitive_bitwidth  # of 64 columns
     for start in range(begin, end, BLOCK_N):
         rows = ()
         for part in gl.static_range(BLOCK_N // BOX):
@@ -59,20 +86,59 @@ def fetch(
         phase = (count // STAGES) & 1
         count += 1
         mbarrier.wait(bars[1].index(stage), phase ^ 1)
-        mbarrier.expect(bars[0].index(stage), BLOCK_N * PARTS * 128)
+        mbarrier.expect(bars[0].index(stage), BYTES)
         for part in gl.static_range(BLOCK_N // BOX):
             for d in gl.static_range(PARTS):
                 to = k_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
                 at = [rows[part], column + d * 64]
                 async_load(k_desc, at, bars[0].index(stage), to)
         mbarrier.wait(bars[3].index(stage), phase ^ 1)
-        mbarrier.expect(bars[2].index(stage), BLOCK_N * PARTS * 128)
+        mbarrier.expect(bars[2].index(stage), BYTES)
         for part in gl.static_range(BLOCK_N // BOX):
             for d in gl.static_range(PARTS):
                 to = v_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
                 at = [rows[part], column + d * 64]
                 async_load(v_desc, at, bars[2].index(stage), to)
     return count
+
+
+@gluon.jit
+def widen(
+    staged,  # (keys, values, barriers) in e4m3, of STAGED buffers
+    k_smem, v_smem, bars, count, begin, end,
+    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Moves the keys from begin to end, and their values, from the ring in e4m3 to that in
+    float16. Called by WIDENERS warps."""
+    k_staged, v_staged, full = staged
+    for _start in range(begin, end, BLOCK_N):
+        from_stage, from_phase = count % STAGED, (count // STAGED) & 1
+        to_stage, to_phase = count % STAGES, (count // STAGES) & 1
+        count += 1
+        for i in gl.static_range(2):
+            source = k_staged if i == 0 else v_staged
+            target = k_smem if i == 0 else v_smem
+            mbarrier.wait(full[2 * i].index(from_stage), from_phase)
+            mbarrier.wait(bars[2 * i + 1].index(to_stage), to_phase ^ 1)
+            for d in gl.static_range(PARTS):
+                _widen_part(
+                    source.index(from_stage * PARTS + d), target.index(to_stage * PARTS + d),
+                    BLOCK_N,
+                )  # fmt: skip
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(full[2 * i + 1].index(from_stage), count=1)
+            mbarrier.arrive(bars[2 * i].index(to_stage), count=1)
+    return count
+
+
+@gluon.jit
+def _widen_part(source, target, BLOCK_N: gl.constexpr):
+    """Widens [BLOCK_N, 64], 64 rows at a time: a thread reads 16 bytes of a row at once."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WIDENERS, 1], [1, 0])
+    for row in gl.static_range(0, BLOCK_N, 64):
+        narrow = source.slice(row, 64).load(layout)
+        target.slice(row, 64).store(narrow.to(target.dtype))
 
 
 @gluon.jit
@@ -260,10 +326,10 @@ def hand_on(tickets, turn, unit):
 
 
 @gluon.jit
-def take(tickets, turn):
-    """Returns the unit after the next, for a warpgroup; `turn` counts from the program's second
+def take(tickets, turn, WARPS: gl.constexpr):
+    """Returns the unit after the next, for WARPS warps; `turn` counts from the program's second
     unit."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(tickets[1].index(turn % 2), (turn // 2) & 1)
     unit = gl.max(tickets[0].index(turn % 2).load(layout), 0)
     barrier()

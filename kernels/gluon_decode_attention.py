@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.backend import num_sms
 from kernels.gluon_attention import (
+    WIDENERS,
+    describe_rows,
     draw,
     fetch,
     first_step,
@@ -31,11 +32,12 @@ from kernels.gluon_attention import (
     sink_weight,
     step,
     take,
+    wide_layout,
+    widen,
 )
-from kernels.gluon_decode_merge import meet
+from kernels.gluon_decode_items import count_units, meet, read_item, read_queries
 from kernels.paged_plan import MAX_SPLITS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch, start_dependents, wait_for_inputs
-from kernels.triton_window_items import window_cut, window_item
 
 BLOCK_N = 64
 ROWS = 64  # of an item: heads of a group times queries
@@ -59,10 +61,8 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
-    width = num_kv_heads * head_dim  # V of a layer may have fewer rows in the cache than its K
-    box = [min(block_size, BLOCK_N), 64]
+    rows = (block_size, BLOCK_N, num_kv_heads * head_dim)
+    is_e4m3 = k_cache.dtype == torch.float8_e4m3fn
     num_units = plan.max_decode_items(sliding_window) * num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
     has_queries = plan.max_queries > 1
@@ -72,8 +72,8 @@ def paged_decode(
         _decode_kernel,
         (min(num_sms(q.device) * programs_per_sm, num_units),),
         q,
-        TensorDescriptor.from_tensor(k_cache.view(-1, width), box, layout),
-        TensorDescriptor.from_tensor(v_cache.view(-1, width), box, layout),
+        describe_rows(k_cache, *rows),
+        describe_rows(v_cache, *rows),
         out,
         plan.scratch.partial,
         plan.scratch.lse,
@@ -91,7 +91,8 @@ def paged_decode(
         HEAD_DIM=head_dim,
         PAGE=block_size,
         BLOCK_N=BLOCK_N,
-        STAGES=stages or 3 * 128 // head_dim,
+        STAGES=stages or (2 if is_e4m3 else 3) * 128 // head_dim,
+        STAGED=3 * 128 // head_dim if is_e4m3 else 0,
         MAX_SPLITS=MAX_SPLITS,
         WINDOW=sliding_window or 0,
         SOFT_CAP=cap,
@@ -109,20 +110,20 @@ def _fetch_items(
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    num_units, splits, chunk = _count(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     unit = gl.program_id(0)
     next_unit = second_unit()
     stop = unit + 1
     if WINDOW > 0:
         stop = num_units
-    seq, begin, end, _merge, _seen = _item(
+    seq, begin, end, _merge, _seen = read_item(
         work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
         BLOCK_N, MAX_SPLITS, WINDOW,
     )  # fmt: skip
     turn = 0
     count = 0
     while unit < num_units:
-        next_seq, next_begin, next_end, _merge, _seen = _item(
+        next_seq, next_begin, next_end, _merge, _seen = read_item(
             work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
@@ -141,6 +142,35 @@ def _fetch_items(
 
 
 @gluon.jit
+def _widen_items(
+    staged, k_smem, v_smem, bars, tickets, work_ptr, query_start_ptr, kv_lens_ptr,
+    NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGED: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    unit = gl.program_id(0)
+    next_unit = second_unit()
+    _seq, begin, end, _merge, _seen = read_item(
+        work_ptr, unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        BLOCK_N, MAX_SPLITS, WINDOW,
+    )  # fmt: skip
+    turn = 0
+    count = 0
+    while unit < num_units:
+        if turn > 0:
+            next_unit = take(tickets, turn - 1, WIDENERS)
+        turn += 1
+        _seq, next_begin, next_end, _merge, _seen = read_item(
+            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
+        )  # fmt: skip
+        count = widen(
+            staged, k_smem, v_smem, bars, count, begin, end, HEAD_DIM // 64, BLOCK_N, STAGED, STAGES
+        )
+        unit, begin, end = next_unit, next_begin, next_end
+
+
+@gluon.jit
 def _attend_items(
     k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, work_ptr,
     query_start_ptr, scale, kv_lens_ptr, sinks_ptr,
@@ -149,6 +179,7 @@ def _attend_items(
     SOFT_CAP: gl.constexpr, HAS_QUERIES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
+    out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     PARTS: gl.constexpr = HEAD_DIM // 64
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -166,7 +197,7 @@ def _attend_items(
     out_dims = gl.arange(0, 64, gl.SliceLayout(0, out_layout))
     out_heads = out_rows // GROUP * NUM_HEADS + out_rows % GROUP
     offsets = out_heads[:, None] * HEAD_DIM + out_dims[None, :]
-    num_units, splits, chunk = _count(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     q_heads = q_rows // GROUP * NUM_HEADS + q_rows % GROUP
     q_offsets = q_heads[:, None] * HEAD_DIM + q_dims[None, :]
     unit = gl.program_id(0)
@@ -176,21 +207,21 @@ def _attend_items(
     stop = unit + 1
     if WINDOWED:
         stop = num_units
-    seq, begin, end, merge, seen = _item(
+    seq, begin, end, merge, seen = read_item(
         work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
         BLOCK_N, MAX_SPLITS, WINDOW,
     )  # fmt: skip
-    first_head, queries, kv_len, q_a, q_b = _queries(
+    first_head, queries, kv_len, q_a, q_b = read_queries(
         q_ptr, query_start_ptr, kv_lens_ptr, seq, unit, num_units, q_offsets, q_rows,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_QUERIES,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_QUERIES, dtype,
     )  # fmt: skip
     turn = 0
     count = 0
     while unit < num_units:
         if turn > 0:
-            next_unit = take(tickets, turn - 1)
+            next_unit = take(tickets, turn - 1, 4)
         turn += 1
-        next_seq, next_begin, next_end, next_merge, next_seen = _item(
+        next_seq, next_begin, next_end, next_merge, next_seen = read_item(
             work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
@@ -236,9 +267,9 @@ def _attend_items(
             )
             count += 1
         # The next item's queries are loaded while this one's result is stored.
-        next_first, next_queries, next_len, next_a, next_b = _queries(
+        next_first, next_queries, next_len, next_a, next_b = read_queries(
             q_ptr, query_start_ptr, kv_lens_ptr, next_seq, next_unit, num_units, q_offsets, q_rows,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_QUERIES,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_QUERIES, dtype,
         )  # fmt: skip
         mine = (out_rows < queries * GROUP)[:, None] & (out_dims < 64)[None, :]
         if sinks_ptr is not None and merge & 31 == 1:  # otherwise added when the splits merge
@@ -251,10 +282,10 @@ def _attend_items(
         acc_b = acc_b * inverse[:, None]
         parts = merge & 31  # 0: a window has no such item
         if parts == 1:
-            gl.store(out_ptr + first_head * HEAD_DIM + offsets, acc_a.to(dtype), mask=mine)
+            gl.store(out_ptr + first_head * HEAD_DIM + offsets, acc_a.to(out_dtype), mask=mine)
             if PARTS == 2:
                 target = out_ptr + first_head * HEAD_DIM + 64 + offsets
-                gl.store(target, acc_b.to(dtype), mask=mine)
+                gl.store(target, acc_b.to(out_dtype), mask=mine)
         elif not WINDOWED or parts > 1:
             meet(
                 acc_a, acc_b, top, total, offsets, mine, out_ptr, partial_ptr, lse_ptr,
@@ -268,67 +299,6 @@ def _attend_items(
 
 
 @gluon.jit
-def _count(work_ptr, NUM_KV_HEADS: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr):
-    """Returns the number of units, and how windows are cut."""
-    splits = 1
-    chunk = 0
-    num_items = gl.load(work_ptr)
-    if WINDOW > 0:
-        splits, chunk = window_cut(work_ptr, WINDOW, MAX_SPLITS)
-        num_items = gl.load(work_ptr + 1) * splits
-    return num_items * NUM_KV_HEADS, splits, chunk
-
-
-@gluon.jit
-def _item(
-    work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS: gl.constexpr,
-    BLOCK_N: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Returns the sequence, the first key, the end of its keys, where the splits of its sequence
-    meet, and the first key of its window."""
-    exists = unit < stop
-    if WINDOW > 0:
-        seq, begin, end, merge, seen = window_item(
-            unit // NUM_KV_HEADS, exists, splits, chunk, query_start_ptr, kv_lens_ptr, WINDOW,
-            BLOCK_N, MAX_SPLITS,
-        )  # fmt: skip
-    else:
-        item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
-        seq = gl.load(item_ptr, mask=exists, other=0)
-        begin = gl.load(item_ptr + 1, mask=exists, other=0)
-        end = gl.load(item_ptr + 2, mask=exists, other=0)
-        merge = gl.load(item_ptr + 3, mask=exists, other=0)
-        seen = 0
-    return seq, begin, end, merge, seen
-
-
-@gluon.jit
-def _queries(
-    q_ptr, query_start_ptr, kv_lens_ptr, seq, unit, num_units, offsets, rows,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HAS_QUERIES: gl.constexpr,
-):  # fmt: skip
-    """Returns the first head's row of [T * Hq, D], the number of queries of the sequence, its keys,
-    and the two halves of the queries of the group."""
-    exists = unit < num_units
-    row = gl.load(query_start_ptr + seq, mask=exists, other=0)
-    queries = 1
-    kv_len = 0
-    if HAS_QUERIES:
-        queries = gl.load(query_start_ptr + seq + 1, mask=exists, other=0) - row
-        kv_len = gl.load(kv_lens_ptr + seq, mask=exists, other=0)
-    first_head = row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + unit % NUM_KV_HEADS * GROUP
-    at = q_ptr + first_head * HEAD_DIM + offsets
-    dims = gl.arange(0, 64, gl.SliceLayout(0, offsets.type.layout))
-    mask = (rows < queries * GROUP)[:, None] & (dims < 64)[None, :] & exists
-    q_a = gl.load(at, mask=mask, other=0.0)
-    q_b = q_a
-    if HEAD_DIM == 128:
-        q_b = gl.load(at + 64, mask=mask, other=0.0)
-    return first_head, queries, kv_len, q_a, q_b
-
-
-@gluon.jit
 def _decode_kernel(
     q_ptr, k_desc, v_desc, out_ptr, partial_ptr, lse_ptr, arrived_ptr, work_ptr, counter_ptr,
     query_start_ptr, tables_ptr, stride_table,
@@ -336,26 +306,54 @@ def _decode_kernel(
     kv_lens_ptr,  # None without a window, where each sequence has one query
     sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, HAS_QUERIES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    STAGED: gl.constexpr,  # of the ring in e4m3; 0: the cache is in 16 bits
+    MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    HAS_QUERIES: gl.constexpr,
 ):  # fmt: skip
     # The next kernel's programs may wait on the multiprocessors that are free.
     start_dependents(True)
-    dtype: gl.constexpr = k_desc.dtype
+    PARTS: gl.constexpr = HEAD_DIM // 64
     layout: gl.constexpr = k_desc.layout
-    k_smem, v_smem, bars = make_ring(dtype, layout, HEAD_DIM // 64, BLOCK_N, STAGES, 1)
-    tickets = make_tickets(1)
-    wait_for_inputs(True)
-    gl.warp_specialize(
-        [
-            (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr,
-                             arrived_ptr, work_ptr, query_start_ptr, scale, kv_lens_ptr,
-                             sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES, MAX_SPLITS,
-                             WINDOW, SOFT_CAP, HAS_QUERIES)),
-            (_fetch_items, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
-                            tables_ptr, stride_table, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
-                            HEAD_DIM, PAGE, BLOCK_N, STAGES, MAX_SPLITS, WINDOW)),
-        ],
-        [1],
-        [40],
-    )  # fmt: skip
+    if STAGED == 0:
+        k_smem, v_smem, bars = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, STAGES, 1)
+        tickets = make_tickets(1)
+        wait_for_inputs(True)
+        gl.warp_specialize(
+            [
+                (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr,
+                                 lse_ptr, arrived_ptr, work_ptr, query_start_ptr, scale,
+                                 kv_lens_ptr, sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N,
+                                 STAGES, MAX_SPLITS, WINDOW, SOFT_CAP, HAS_QUERIES)),
+                (_fetch_items, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr,
+                                counter_ptr, tables_ptr, stride_table, query_start_ptr,
+                                kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, STAGES,
+                                MAX_SPLITS, WINDOW)),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        k_smem, v_smem, bars = make_ring(
+            gl.float16, wide_layout(BLOCK_N), PARTS, BLOCK_N, STAGES, 1
+        )
+        k_staged, v_staged, full = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, STAGED, 1)
+        tickets = make_tickets(2)
+        wait_for_inputs(True)
+        gl.warp_specialize(
+            [
+                (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr,
+                                 lse_ptr, arrived_ptr, work_ptr, query_start_ptr, scale,
+                                 kv_lens_ptr, sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N,
+                                 STAGES, MAX_SPLITS, WINDOW, SOFT_CAP, HAS_QUERIES)),
+                (_widen_items, ((k_staged, v_staged, full), k_smem, v_smem, bars, tickets,
+                                work_ptr, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM,
+                                BLOCK_N, STAGED, STAGES, MAX_SPLITS, WINDOW)),
+                (_fetch_items, (k_desc, v_desc, k_staged, v_staged, full, tickets, work_ptr,
+                                counter_ptr, tables_ptr, stride_table, query_start_ptr,
+                                kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, STAGED,
+                                MAX_SPLITS, WINDOW)),
+            ],
+            [WIDENERS, 1],
+            [64, 64],
+        )  # fmt: skip

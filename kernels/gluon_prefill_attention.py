@@ -17,11 +17,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.backend import num_sms
 from kernels.gluon_attention import (
+    WIDENERS,
     barrier,
+    describe_rows,
     draw,
     fetch,
     first_step,
@@ -34,6 +35,8 @@ from kernels.gluon_attention import (
     sink_weight,
     step,
     take,
+    wide_layout,
+    widen,
 )
 from kernels.paged_plan import TILE_ROWS, PagedPlan, kernel_scale
 from kernels.triton_launch import launch
@@ -58,17 +61,14 @@ def paged_prefill(
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     num_units = plan.num_tiles * num_kv_heads
-    box = [min(block_size, BLOCK_N), 64]
-    kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([BLOCK_N, 64], kind)
-    width = num_kv_heads * head_dim  # V of a layer may have fewer rows in the cache than its K
+    rows = (block_size, BLOCK_N, num_kv_heads * head_dim)
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
         (min(num_sms(q.device), num_units),),
         q,
-        TensorDescriptor.from_tensor(k_cache.view(-1, width), box, layout),
-        TensorDescriptor.from_tensor(v_cache.view(-1, width), box, layout),
+        describe_rows(k_cache, *rows),
+        describe_rows(v_cache, *rows),
         out,
         plan.work,
         plan.scratch.tickets,
@@ -87,6 +87,7 @@ def paged_prefill(
         TILE_ROWS=TILE_ROWS,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
+        STAGED=STAGES if k_cache.dtype == torch.float8_e4m3fn else 0,
         WINDOW=sliding_window or 0,
         SOFT_CAP=cap,
         num_warps=4,
@@ -175,6 +176,33 @@ def _fetch_tiles(
 
 
 @gluon.jit
+def _widen_tiles(
+    staged, k_smem, v_smem, bars, tickets, work_ptr, tiles_start, num_units, query_start_ptr,
+    kv_lens_ptr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    unit = gl.program_id(0)
+    next_unit = second_unit()
+    turn = 0
+    count = 0
+    while unit < num_units:
+        if turn > 0:
+            next_unit = take(tickets, turn - 1, WIDENERS)
+        turn += 1
+        _seq, first, query_end, before = _tile(
+            unit, num_units, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
+        )
+        end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
+        count = widen(
+            staged, k_smem, v_smem, bars, count,
+            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, HEAD_DIM // 64, BLOCK_N,
+            STAGED, STAGES,
+        )  # fmt: skip
+        unit = next_unit
+
+
+@gluon.jit
 def _attend_tiles(
     k_smem, v_smem, q_smem, bars, tickets, q_ptr, out_ptr, work_ptr, tiles_start, num_units,
     query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
@@ -183,6 +211,7 @@ def _attend_tiles(
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
+    out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     TOKENS: gl.constexpr = TILE_ROWS // GROUP
     PARTS: gl.constexpr = HEAD_DIM // 64
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -207,7 +236,7 @@ def _attend_tiles(
     count = 0
     while unit < num_units:
         if turn > 0:
-            next_unit = take(tickets, turn - 1)
+            next_unit = take(tickets, turn - 1, 4)
         turn += 1
         _seq, next_first, next_query_end, next_before = _tile(
             next_unit,
@@ -228,7 +257,7 @@ def _attend_tiles(
         offsets = heads[:, None] * HEAD_DIM + dims[None, :]
         for d in gl.static_range(PARTS):
             q = gl.load(q_ptr + offsets + d * 64, mask=valid, other=0.0)
-            q_smem.index(d).store(q)
+            q_smem.index(d).store(q.to(dtype))
         fence_async_shared()
         barrier()
         q_a = q_smem.index(0)
@@ -284,10 +313,10 @@ def _attend_tiles(
                 sinks_ptr, head * GROUP + mma_rows % GROUP, mma_rows < TOKENS * GROUP, top
             )
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-        result = gl.convert_layout((acc_a * inverse[:, None]).to(dtype), copy_layout)
+        result = gl.convert_layout((acc_a * inverse[:, None]).to(out_dtype), copy_layout)
         gl.store(out_ptr + offsets, result, mask=valid)
         if PARTS == 2:
-            result = gl.convert_layout((acc_b * inverse[:, None]).to(dtype), copy_layout)
+            result = gl.convert_layout((acc_b * inverse[:, None]).to(out_dtype), copy_layout)
             gl.store(out_ptr + offsets + 64, result, mask=valid)
         unit = next_unit
         first, query_end, before = next_first, next_query_end, next_before
@@ -300,31 +329,58 @@ def _prefill_kernel(
     scale,  # with log2(e): softmax in base 2
     sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
-    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
+    TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    STAGED: gl.constexpr,  # of the ring in e4m3; 0: the cache is in 16 bits
+    WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = k_desc.dtype
-    layout: gl.constexpr = k_desc.layout
     PARTS: gl.constexpr = HEAD_DIM // 64
+    narrow: gl.constexpr = k_desc.layout
+    dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
+    layout: gl.constexpr = narrow if STAGED == 0 else wide_layout(BLOCK_N)
     k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, STAGES, 2)
-    tickets = make_tickets(2)
+    tickets = make_tickets(2 if STAGED == 0 else 3)
     q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
-    gl.warp_specialize(
-        [
-            (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
-                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
-                             0, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES, WINDOW,
-                             SOFT_CAP)),
-            (_attend_tiles, (k_smem, v_smem, q1_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
-                             tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale, sinks_ptr,
-                             1, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGES, WINDOW,
-                             SOFT_CAP)),
-            (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr, counter_ptr,
-                            tiles_start, num_units, query_start_ptr, kv_lens_ptr, tables_ptr,
-                            stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE, TILE_ROWS, BLOCK_N,
-                            STAGES, WINDOW)),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if STAGED == 0:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                                 tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale,
+                                 sinks_ptr, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N,
+                                 STAGES, WINDOW, SOFT_CAP)),
+                (_attend_tiles, (k_smem, v_smem, q1_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                                 tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale,
+                                 sinks_ptr, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N,
+                                 STAGES, WINDOW, SOFT_CAP)),
+                (_fetch_tiles, (k_desc, v_desc, k_smem, v_smem, bars, tickets, work_ptr,
+                                counter_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
+                                tables_ptr, stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE,
+                                TILE_ROWS, BLOCK_N, STAGES, WINDOW)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        k_staged, v_staged, full = make_ring(k_desc.dtype, narrow, PARTS, BLOCK_N, STAGED, 1)
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                                 tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale,
+                                 sinks_ptr, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N,
+                                 STAGES, WINDOW, SOFT_CAP)),
+                (_attend_tiles, (k_smem, v_smem, q1_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
+                                 tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale,
+                                 sinks_ptr, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N,
+                                 STAGES, WINDOW, SOFT_CAP)),
+                (_widen_tiles, ((k_staged, v_staged, full), k_smem, v_smem, bars, tickets,
+                                work_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
+                                NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGED, STAGES,
+                                WINDOW)),
+                (_fetch_tiles, (k_desc, v_desc, k_staged, v_staged, full, tickets, work_ptr,
+                                counter_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
+                                tables_ptr, stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE,
+                                TILE_ROWS, BLOCK_N, STAGED, WINDOW)),
+            ],
+            [4, WIDENERS, 1],
+            [216, 72, 72],
+        )  # fmt: skip

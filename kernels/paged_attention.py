@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.backend import is_hopper, uses_triton
+from kernels.e4m3 import E4M3, indexable
 from kernels.paged_plan import PagedPlan
 
 _GROUP_KEYS = 8192  # 64 sequences of 1000: 260 ms for 30 layers, 427 in one group
@@ -147,11 +148,11 @@ def _paged_attention_triton(
     return out
 
 
-def max_item_queries(k_cache: torch.Tensor, num_heads: int) -> int:
-    """Returns the most queries of a sequence that the decode kernel of this cache takes at once, in
-    layers without a window: their keys are read once for all of them."""
+def max_item_queries(k_cache: torch.Tensor, num_heads: int, dtype: torch.dtype) -> int:
+    """Returns the most queries, of this type, of a sequence that the decode kernel of this cache
+    takes at once, in layers without a window: their keys are read once for all of them."""
     num_kv_heads, head_dim = k_cache.shape[2:]
-    if not _fits_hopper(k_cache.new_empty((0, num_heads, head_dim)), k_cache):
+    if not _fits_hopper(k_cache.new_empty((0, num_heads, head_dim), dtype=dtype), k_cache):
         return 1
     from kernels.gluon_decode_attention import ROWS
 
@@ -160,7 +161,7 @@ def max_item_queries(k_cache: torch.Tensor, num_heads: int) -> int:
 
 def _fits_hopper(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     return (
-        q.dtype == k_cache.dtype
+        k_cache.dtype in (q.dtype, E4M3)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and k_cache.shape[1] in (16, 32, 64, 128)
@@ -263,7 +264,7 @@ def _gather(
     """Returns [len(slots), Hkv, D] float32, valid until the next call with this name."""
     shape = (slots.shape[0], *flat.shape[1:])
     rows = _scratch(plan, name, shape, flat.dtype, flat.device)
-    torch.index_select(flat, 0, slots, out=rows)
+    torch.index_select(indexable(flat), 0, slots, out=indexable(rows))
     if flat.dtype == torch.float32:
         return rows
     return _scratch(plan, name + "_wide", shape, torch.float32, flat.device).copy_(rows)

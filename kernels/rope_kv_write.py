@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import uses_triton
+from kernels.e4m3 import indexable, to_cached
 from kernels.rms_norm import rms_norm_, rms_norm_reference
 from kernels.rope_write import QueryScaling, RopeWrite
 
@@ -58,12 +59,12 @@ def rope_kv_write_reference(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor
     else:
         turned = rotate_half_reference(turning, write.cos_sin[write.positions])
     slots = write.slots.long()
-    write.k_cache.view(-1, num_kv_heads, head_dim).index_copy_(
-        0, slots, turned[:, num_heads:].to(write.k_cache.dtype)
-    )
-    write.v_cache.view(-1, num_kv_heads, head_dim).index_copy_(
-        0, slots, heads[:, num_heads + num_kv_heads :].to(write.v_cache.dtype)
-    )
+    for cache, kept in (
+        (write.k_cache, turned[:, num_heads:]),
+        (write.v_cache, heads[:, num_heads + num_kv_heads :]),
+    ):
+        rows = indexable(cache).view(-1, num_kv_heads, head_dim)
+        rows.index_copy_(0, slots, indexable(to_cached(kept, cache.dtype)))
     q = turned[:, :num_heads]
     if write.q_scaling is not None:
         q = scale_queries_reference(q, write.positions, write.q_scaling)

@@ -57,7 +57,7 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    config = config or decode_config(head_dim, k_cache.element_size())
+    config = config or decode_config(head_dim, q.element_size())
     resident = 2 if IS_INTERPRETED else num_sms(q.device) * config.programs_per_sm
     grid = (min(plan.max_decode_items(sliding_window) * num_kv_heads, resident),)
     group = num_heads // num_kv_heads
@@ -292,6 +292,8 @@ def _attend(
         mask = (keys < end)[:, None] & (offs_d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + rows, mask=mask, other=0.0)
         v = tl.load(v_ptr + rows, mask=mask, other=0.0)
+        if k_ptr.dtype.element_ty == tl.float8e4nv:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if UPCAST:
             scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
         else:

@@ -15,6 +15,7 @@ from kernels.triton_rms_norm import MAX_BLOCK, shape_of
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(2.0**-100)
+_EXACT = tl.constexpr(not IS_INTERPRETED)
 
 
 @triton.jit
@@ -34,6 +35,18 @@ def to_e4m3(x, EXACT: tl.constexpr):
         much = tl.maximum(leading, 2.0**-6) * (1.5 * 2**20)
         x = (x + much) - much
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_cached(x, TYPE: tl.constexpr):
+    """Rounds keys or values x [...] to the type of their cache: in e4m3, magnitudes above 448
+    become 448. NaN stays NaN."""
+    if tl.float8e4nv == TYPE:
+        x = x.to(tl.float32)
+        if not _EXACT:  # a device's cast saturates by itself
+            x = tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x))
+        return to_e4m3(x, _EXACT)
+    return x.to(TYPE)
 
 
 @triton.jit

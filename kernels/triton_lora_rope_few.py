@@ -12,6 +12,7 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
+from kernels.triton_e4m3 import to_cached
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import is_partial, place_lanes, query_factor, turn_lanes
 from kernels.triton_lora_rows import (
@@ -126,8 +127,8 @@ def _rope_few_kernel(
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
         cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
         at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + place
-        tl.store(at, low.to(cache_ptr.dtype.element_ty), mask=written)
-        tl.store(at + gap, high.to(cache_ptr.dtype.element_ty), mask=written)
+        tl.store(at, to_cached(low, cache_ptr.dtype.element_ty), mask=written)
+        tl.store(at + gap, to_cached(high, cache_ptr.dtype.element_ty), mask=written)
     else:
         if Q_BETA != 0.0:
             factor = query_factor(position, Q_BETA, Q_LENGTH)

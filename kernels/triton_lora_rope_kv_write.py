@@ -18,6 +18,7 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
+from kernels.triton_e4m3 import to_cached
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import (
     is_partial,
@@ -311,8 +312,8 @@ def _lora_rope_kernel(
             # A negative slot marks a padding row of a CUDA graph.
             kv_at = cache_ptr + (slot * NUM_KV_HEADS + head) * (2 * HALF)
             written = live & (slot >= 0)
-            _store_half(kv_at, low.to(cached), written, ROWS, HALF, LANES, TURNING, False)
-            _store_half(kv_at, high.to(cached), written, ROWS, HALF, LANES, TURNING, True)
+            _store_half(kv_at, to_cached(low, cached), written, ROWS, HALF, LANES, TURNING, False)
+            _store_half(kv_at, to_cached(high, cached), written, ROWS, HALF, LANES, TURNING, True)
         tile += tl.num_programs(1)
         row, rows, num_pages, first, at_bridge, entry, affine, low_b, high_b, slot, cos, sin = (
             _request_tile(

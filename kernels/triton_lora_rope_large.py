@@ -10,6 +10,7 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
+from kernels.triton_e4m3 import to_cached
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import (
     is_partial,
@@ -171,8 +172,8 @@ def _lora_rope_large_kernel(
             tl.store(q_at + gap, high, mask=inside)
         else:
             kv_at = cache_ptr + (slot[:, None] * NUM_KV_HEADS + head) * (2 * HALF) + place[None, :]
-            tl.store(kv_at, low.to(cached), mask=written)
-            tl.store(kv_at + gap, high.to(cached), mask=written)
+            tl.store(kv_at, to_cached(low, cached), mask=written)
+            tl.store(kv_at + gap, to_cached(high, cached), mask=written)
 
 
 _launch = Launcher(_lora_rope_large_kernel, launch_pdl=OVERLAPS)

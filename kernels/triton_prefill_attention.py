@@ -52,7 +52,7 @@ def paged_prefill(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    config = config or prefill_config(head_dim, k_cache.element_size())
+    config = config or prefill_config(head_dim, q.element_size())
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
@@ -209,6 +209,8 @@ def _attend(
         else:
             k = tl.load(k_ptr + rows, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(v_ptr + rows, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        if k_ptr.dtype.element_ty == tl.float8e4nv:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if UPCAST:
             scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
         else:

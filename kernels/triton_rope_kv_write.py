@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.rope_write import RopeWrite
+from kernels.triton_e4m3 import to_cached
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_heads import is_partial, norm_heads, place_lanes, query_factor
 
@@ -98,8 +99,8 @@ def _rope_kv_write_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
     kv_there = (slot * NUM_KV_HEADS + kv_head) * (2 * HALF) + first
     is_written = inside & (heads >= NUM_HEADS) & (slot + 0 * heads >= 0)
-    cached_a = turned_a.to(k_cache_ptr.dtype.element_ty)
-    cached_b = turned_b.to(k_cache_ptr.dtype.element_ty)
+    cached_a = to_cached(turned_a, k_cache_ptr.dtype.element_ty)
+    cached_b = to_cached(turned_b, k_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + kv_there, cached_a, mask=is_written & ~is_v)
     tl.store(k_cache_ptr + kv_there + gap, cached_b, mask=is_written & ~is_v)
     tl.store(v_cache_ptr + kv_there, cached_a, mask=is_written & is_v)

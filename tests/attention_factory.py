@@ -110,8 +110,9 @@ class Batch:
                 continue
             keys = torch.arange(kv_len, device=self.device)
             slots = self.tables[s].long()[keys // block_size] * block_size + keys % block_size
-            k = self.k_cache.flatten(0, 1)[slots].double()
-            v = self.v_cache.flatten(0, 1)[slots].double()
+            # Not every device indexes e4m3.
+            k = self.k_cache.float().flatten(0, 1)[slots].double()
+            v = self.v_cache.float().flatten(0, 1)[slots].double()
             q = self.q[starts[s] : starts[s + 1]].double()
             q = q.view(q_len, self.shape.num_kv_heads, self.shape.group, -1)
             scores = SCALE * torch.einsum("qhgd,khd->hgqk", q, k)
@@ -140,6 +141,7 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    kv_dtype: torch.dtype | None = None,  # None: dtype
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-kv_len // block_size) for _, kv_len in lengths]
@@ -158,7 +160,7 @@ def make_batch(
     for _ in range(2):
         cache = torch.randn(num_blocks, block_size, kv_heads, dim, generator=generator)
         cache[~filled] = float("nan")
-        caches.append(cache.to(dtype).to(device))
+        caches.append(cache.to(kv_dtype or dtype).to(device))
     tokens = sum(q_len for q_len, _ in lengths)
     q = torch.randn(tokens, heads, dim, generator=generator).to(dtype).to(device)
     shape = HeadShape(heads, kv_heads, dim)

@@ -42,6 +42,29 @@ def test_shapes_of_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype
     assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("lengths", [DECODES, PREFILLS, MIXED], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (6, 2, 256)], ids=str
+)
+def test_keys_and_values_in_e4m3_are_widened(
+    lengths: Lengths,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+) -> None:
+    batch = make_batch(
+        lengths, heads, kv_heads, dim, block_size, dtype, "cuda", kv_dtype=torch.float8_e4m3fn
+    )
+    for window, cap in ((None, None), (100, None), (None, 50.0)):
+        expected = batch.expected(window, cap)
+        assert relative_error(batch.run(window, cap), expected) < TOLERANCE[dtype]
+        assert torch.equal(batch.run(window, cap), batch.run(window, cap))
+
+
 @pytest.mark.parametrize("window", [1, 100, 128, 600, 4096])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_windows(window: int, block_size: int) -> None:
@@ -57,6 +80,7 @@ DRAFTS += [(1, 1), (1, 0), (7, 2051), (8, 5000), (5, 1090), (1, 0)]
 
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["whole", "e4m3"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "cap", "has_sinks"),
     [(8, 2, 128, None, False), (64, 8, 64, None, True), (8, 8, 128, 50.0, False)],
@@ -72,9 +96,10 @@ def test_the_queries_of_a_draft_attend_together(
     cap: float | None,
     has_sinks: bool,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     block_size: int,
 ) -> None:
-    batch = make_batch(lengths, heads, kv_heads, dim, block_size, dtype, "cuda")
+    batch = make_batch(lengths, heads, kv_heads, dim, block_size, dtype, "cuda", kv_dtype=kv_dtype)
     draw = torch.Generator().manual_seed(3)
     sinks = 4 * torch.randn(heads, generator=draw).cuda() if has_sinks else None
     out = batch.run_drafts(cap, sinks)
@@ -86,7 +111,7 @@ def test_the_queries_of_a_draft_attend_together(
 def test_as_many_queries_attend_together_as_a_kernel_has_rows(dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, 32, 8, 128, 16, dtype, "cuda")
     is_gluon = dtype == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
-    assert max_item_queries(batch.k_cache, 32) == (16 if is_gluon else 1)
+    assert max_item_queries(batch.k_cache, 32, dtype) == (16 if is_gluon else 1)
 
 
 VARIANTS = {  # heads, KV heads, D, window, cap, sinks

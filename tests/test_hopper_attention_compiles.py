@@ -44,7 +44,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def decode(variant: dict[str, object]) -> str:
     from kernels.gluon_decode_attention import BLOCK_N, _decode_kernel
 
-    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "MAX_SPLITS": 16, "HAS_QUERIES": False, **variant}
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "STAGED": 0, "MAX_SPLITS": 16, "HAS_QUERIES": False}
+    sizes |= variant
     if not variant["WINDOW"] and not sizes["HAS_QUERIES"]:
         sizes["kv_lens_ptr"] = None
     return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
@@ -53,7 +54,7 @@ def decode(variant: dict[str, object]) -> str:
 def prefill(variant: dict[str, object]) -> str:
     from kernels.gluon_prefill_attention import BLOCK_N, STAGES, _prefill_kernel
 
-    sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "TILE_ROWS": 128, **variant}
+    sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "STAGED": 0, "TILE_ROWS": 128, **variant}
     return compiled(_prefill_kernel, 16, BLOCK_N, sizes)
 
 
@@ -99,8 +100,9 @@ def compiled(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[str, object] = {**SHAPE, "PAGE": page, **sizes}
-    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], gl.bfloat16)
-    descriptor = f"tensordesc<bf16[{min(page, block_n)}, 64],{layout!r}>"
+    kind, name = (gl.float8e4nv, "fp8e4nv") if sizes["STAGED"] else (gl.bfloat16, "bf16")
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], kind)
+    descriptor = f"tensordesc<{name}[{min(page, block_n)}, 64],{layout!r}>"
 
     def type_of(name: str) -> str:
         if name in constants:

@@ -67,9 +67,19 @@ class Probe:
         return replace(change, noise=noise)
 
     @torch.inference_mode()
-    def run(self, of: Sequence[Request]) -> Callable[[], Iterator[torch.Tensor]]:
+    def compare_kv(self, prompts: Sequence[Sequence[int]], kv_dtype: torch.dtype) -> LogitChange:
+        """Compares the base with itself, its keys and values in this type."""
+        without = requests(prompts, None)
+        exact, rounded = self.run(without), self.run(without, kv_dtype)
+        pairs = zip(exact(), rounded(), strict=True)
+        return _join(len(prompts), [compare_rows(x, y) for x, y in pairs])
+
+    @torch.inference_mode()
+    def run(
+        self, of: Sequence[Request], kv_dtype: torch.dtype | None = None
+    ) -> Callable[[], Iterator[torch.Tensor]]:
         """Runs the prompts of all requests in one step and returns a function of the logits,
-        [rows, V] float32 at a time."""
+        [rows, V] float32 at a time. `kv_dtype` None: that of the activations."""
         parts = []
         num_blocks = 0
         for request in of:
@@ -85,14 +95,15 @@ class Probe:
         every = replace(inputs, logit_rows=None, host_logit_rows=tuple(range(num_rows)))
         # Every key is kept: the layers are one group.
         layout = kv_layout((None,) * self._config.num_layers, _BLOCK_SIZE, self._config.usual_len)
-        kv = allocate_kv_cache(self._config, layout, num_blocks, pool.dtype, pool.device)
+        kv_dtype = kv_dtype or pool.dtype
+        kv = allocate_kv_cache(self._config, layout, num_blocks, kv_dtype, pool.device)
         hidden = self._model.forward(every, kv, pool)
         is_base = all(request.adapter is None for request in of)
 
         def logits() -> Iterator[torch.Tensor]:
             for first in range(0, num_rows, _ROWS):
                 rows = self._model.logits(hidden[first : first + _ROWS], every, first, pool)
-                if is_base and not bool(rows.isfinite().all()):
+                if is_base and kv_dtype == pool.dtype and not bool(rows.isfinite().all()):
                     raise UnsupportedModelError(
                         f"without any adapter the base gives NaN or infinite logits in {pool.dtype}"
                     )

@@ -2,8 +2,8 @@
 
 Decode: bytes of keys and values over time, in CUDA graphs that rotate over more caches than the L2
 holds. Prefill: floating-point operations over time, beside torch's own attention over contiguous
-tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16. Other
-families: `--heads 8 4 256 --window 4096 --soft-cap 50` (Gemma 2), `--heads 64 8 64 --window 128
+tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16; a cache in
+e4m3 in turns with it. Other families: `--heads 8 4 256 --window 4096 --soft-cap 50` (Gemma 2), `--heads 64 8 64 --window 128
 --sinks` (gpt-oss). A window's rates count the keys in it: equal rates mean a cost of min(keys,
 window).
 """
@@ -14,15 +14,18 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.e4m3 import E4M3
 from kernels.paged_attention import paged_attention
 from kernels.paged_plan import HeadShape, PagedPlan, attention_scratch, work_size, write_work
-from tests.benchmarks.report import Report, emit
+from tests.benchmarks.report import Report
 
 SHAPE = HeadShape(32, 8, 128)
 CACHE_TOKENS = 1 << 20  # 4.3 GB of keys and values
@@ -81,7 +84,12 @@ class Bench:
         self.k, self.v = (random(*shape, device=device) for _ in range(2))
         self.sinks = random(heads.num_heads, device=device).float() if layer.has_sinks else None
 
-    def calls(self, case: Case) -> list[Call]:
+    @cached_property
+    def narrow(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k.to(E4M3), self.v.to(E4M3)
+
+    def calls(self, case: Case, *, is_narrow: bool = False) -> list[Call]:
+        """`is_narrow`: with keys and values in e4m3."""
         shape = self.layer.shape
         keys = sum(kv for _, kv in case.lengths)
         most = min(16, self.tokens // (keys + len(case.lengths) * self.k.shape[1]))
@@ -102,16 +110,16 @@ class Bench:
             there = self._put(tables)
             plan = PagedPlan.for_step(starts_there, kv_there, there, work, scratch, counts)
             q = random(int(starts[-1]), shape.num_heads, shape.head_dim, device=self.device)
-            calls.append(self.call(q, plan))
+            calls.append(self.call(q, plan, *(self.narrow if is_narrow else (self.k, self.v))))
         return calls
 
     def _put(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def call(self, q: torch.Tensor, plan: PagedPlan) -> Call:
+    def call(self, q: torch.Tensor, plan: PagedPlan, k: torch.Tensor, v: torch.Tensor) -> Call:
         layer, scale = self.layer, self.layer.shape.head_dim**-0.5
         return lambda: paged_attention(
-            q, self.k, self.v, plan, scale, layer.window, soft_cap=layer.soft_cap, sinks=self.sinks
+            q, k, v, plan, scale, layer.window, soft_cap=layer.soft_cap, sinks=self.sinks
         )
 
 
@@ -131,6 +139,24 @@ def microseconds(calls: Sequence[Call]) -> float:
             call()
     times = [replayed_us(graph) / (rounds * len(calls)) for _ in range(14)]
     return statistics.median(times[4:])
+
+
+def both_us(bench: Bench, case: Case, most: int | None = None) -> tuple[float, float]:
+    """Returns the time of a call with the whole cache, and with that in e4m3, in turns."""
+    sides = [bench.calls(case, is_narrow=is_narrow)[:most] for is_narrow in (False, True)]
+    times = [[microseconds(calls) for calls in sides] for _ in range(3)]
+    whole, narrow = (statistics.median(side) for side in zip(*times, strict=True))
+    return whole, narrow
+
+
+def figures(case: Case, block_size: int, whole_us: float, narrow_us: float) -> dict[str, object]:
+    return {
+        "case": case.name,
+        "block_size": block_size,
+        "us": round(whole_us, 1),
+        "e4m3_us": round(narrow_us, 1),
+        "e4m3_ratio": round(narrow_us / whole_us, 3),
+    }
 
 
 def replayed_us(graph: torch.cuda.CUDAGraph) -> float:
@@ -165,20 +191,22 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--soft-cap", type=float)
     parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--out", type=Path, help="file that gets every line, too")
     arguments = parser.parse_args()
     shape = HeadShape(*arguments.heads)
     layer = Layer(shape, arguments.window, arguments.soft_cap, arguments.sinks)
-    Report().emit_machine("attention", layer=asdict(layer))
+    report = Report(arguments.out)
+    report.emit_machine("attention", layer=asdict(layer))
     for block_size in arguments.block_sizes:
         bench = Bench(block_size, layer)
         for case in decode_cases():
-            time_us = microseconds(bench.calls(case))
+            time_us, narrow_us = both_us(bench, case)
             rate = round(case.bytes_read(layer) / time_us / 1e6, 3)
-            emit(case=case.name, block_size=block_size, us=round(time_us, 1), tb_per_s=rate)
+            report.emit(**figures(case, block_size, time_us, narrow_us), tb_per_s=rate)
         for case in prefill_cases():
-            time_us = microseconds(bench.calls(case)[:2])
+            time_us, narrow_us = both_us(bench, case, 2)
             rate = round(case.flops(layer) / time_us / 1e6, 1)
-            emit(case=case.name, block_size=block_size, us=round(time_us, 1), tflops=rate)
+            report.emit(**figures(case, block_size, time_us, narrow_us), tflops=rate)
         del bench
     if layer != Layer():
         return
@@ -187,7 +215,7 @@ def main() -> None:
         for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
             time_us = dense(length, backend)
             rate = round(flops / time_us / 1e6, 1)
-            emit(case=f"dense {length}, {backend.name}", us=round(time_us, 1), tflops=rate)
+            report.emit(case=f"dense {length}, {backend.name}", us=round(time_us, 1), tflops=rate)
 
 
 if __name__ == "__main__":

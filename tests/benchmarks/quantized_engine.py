@@ -1,12 +1,14 @@
-"""Offline throughput of our engine with quantized linears, beside the same engine in bfloat16.
+"""Offline throughput of our engine with quantized linears, or with keys and values in FP8, beside
+the same engine in bfloat16.
 
 Both engines are open at once and run each case in turns, so that a clock that moves moves both; the
 workload is that of `engine`: prompts of 256 random tokens, 128 tokens out, greedy, all requests at
 once, with 0 and up to 32 distinct adapters of rank 16. `--scheme fp8` quantises in FP8, `int4` has
-a GPTQ base, symmetric in groups of 128. vLLM with the same, where its packages are, runs before in
+a GPTQ base, symmetric in groups of 128; `kv-fp8` is bfloat16 with `kv_cache_dtype: fp8`, of which
+long prompts have the most. vLLM with the same, where its packages are, runs before in
 a process of its own.
 
-    python -m tests.benchmarks.quantized_engine --scheme fp8|int4 --out FILE [--vllm SITE_PACKAGES]
+    python -m tests.benchmarks.quantized_engine --scheme kv-fp8 --out FILE [--vllm SITE_PACKAGES]
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ WARM_UP_TOKENS = 8
 MOST_DISTINCT = 32
 HOST_BYTES = 8 * 1024**3
 # Of the device: both at once, each with room for 256 requests.
-MEMORY = {"bf16": 0.42, "fp8": 0.32, "int4": 0.3}
+MEMORY = {"bf16": 0.42, "fp8": 0.32, "int4": 0.3, "kv-fp8": 0.42}
 Sides = dict[str, OurEngine]
 
 
@@ -57,7 +59,8 @@ async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[objec
             max_num_batched_tokens=args.batched_tokens,
             num_blocks=None if args.device == "cuda" else 512,
             others={
-                "quantization": "none" if side == "bf16" else side,
+                "quantization": side if side in ("fp8", "int4") else "none",
+                "kv_cache_dtype": "fp8" if side == "kv-fp8" else "auto",
                 "adapter_host_bytes": HOST_BYTES,
             },
         )
@@ -123,7 +126,7 @@ def run_vllm(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--scheme", choices=["fp8", "int4"], required=True)
+    parser.add_argument("--scheme", choices=["fp8", "int4", "kv-fp8"], required=True)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--requests", default="1,32,256", help="numbers of requests, by comma")

@@ -25,6 +25,15 @@ def test_any_batch_agrees_with_float64(lengths: Lengths, dtype: torch.dtype) -> 
     assert relative_error(batch.run(), batch.expected()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_keys_and_values_in_e4m3_are_widened(dtype: torch.dtype) -> None:
+    lengths = [(1, 20), (5, 70), (1, 600), (40, 60), (1, 0)]
+    batch = make_batch(lengths, dim=80, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+    for window, cap in ((None, None), (40, 20.0)):
+        expected = batch.expected(window, cap)
+        assert relative_error(batch.run(window, cap), expected) < 2 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("window", [1, 40, 300])
 def test_a_window_hides_what_lies_before_it_even_whole_splits(window: int) -> None:
     batch = make_batch([(1, 600), (3, 130), (1, 7), (70, 90)])

@@ -1,4 +1,5 @@
-"""The end of an item of decode attention in Gluon: its part of the result, and the merge of parts.
+"""The items of decode attention in Gluon: which keys and queries each has, and the merge of their
+results.
 
 A sequence whose keys are cut into several items has a slot of float32 in the scratch for each of
 them and each of its queries. The program that finishes the last item merges them in the order of
@@ -11,6 +12,70 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.gluon_attention import barrier, sink_weight
+from kernels.triton_window_items import window_cut, window_item
+
+
+@gluon.jit
+def count_units(
+    work_ptr, NUM_KV_HEADS: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Returns the number of units, and how windows are cut."""
+    splits = 1
+    chunk = 0
+    num_items = gl.load(work_ptr)
+    if WINDOW > 0:
+        splits, chunk = window_cut(work_ptr, WINDOW, MAX_SPLITS)
+        num_items = gl.load(work_ptr + 1) * splits
+    return num_items * NUM_KV_HEADS, splits, chunk
+
+
+@gluon.jit
+def read_item(
+    work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS: gl.constexpr,
+    BLOCK_N: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Returns the sequence, the first key, the end of its keys, where the splits of its sequence
+    meet, and the first key of its window."""
+    exists = unit < stop
+    if WINDOW > 0:
+        seq, begin, end, merge, seen = window_item(
+            unit // NUM_KV_HEADS, exists, splits, chunk, query_start_ptr, kv_lens_ptr, WINDOW,
+            BLOCK_N, MAX_SPLITS,
+        )  # fmt: skip
+    else:
+        item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)
+        seq = gl.load(item_ptr, mask=exists, other=0)
+        begin = gl.load(item_ptr + 1, mask=exists, other=0)
+        end = gl.load(item_ptr + 2, mask=exists, other=0)
+        merge = gl.load(item_ptr + 3, mask=exists, other=0)
+        seen = 0
+    return seq, begin, end, merge, seen
+
+
+@gluon.jit
+def read_queries(
+    q_ptr, query_start_ptr, kv_lens_ptr, seq, unit, num_units, offsets, rows,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HAS_QUERIES: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Returns the first head's row of [T * Hq, D], the number of queries of the sequence, its keys,
+    and the two halves of the queries of the group, in the ring's type."""
+    exists = unit < num_units
+    row = gl.load(query_start_ptr + seq, mask=exists, other=0)
+    queries = 1
+    kv_len = 0
+    if HAS_QUERIES:
+        queries = gl.load(query_start_ptr + seq + 1, mask=exists, other=0) - row
+        kv_len = gl.load(kv_lens_ptr + seq, mask=exists, other=0)
+    first_head = row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + unit % NUM_KV_HEADS * GROUP
+    at = q_ptr + first_head * HEAD_DIM + offsets
+    dims = gl.arange(0, 64, gl.SliceLayout(0, offsets.type.layout))
+    mask = (rows < queries * GROUP)[:, None] & (dims < 64)[None, :] & exists
+    q_a = gl.load(at, mask=mask, other=0.0).to(dtype)
+    q_b = q_a
+    if HEAD_DIM == 128:
+        q_b = gl.load(at + 64, mask=mask, other=0.0).to(dtype)
+    return first_head, queries, kv_len, q_a, q_b
 
 
 @gluon.jit

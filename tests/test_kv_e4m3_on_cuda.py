@@ -1,0 +1,45 @@
+"""Writes into a KV cache in e4m3 on a CUDA device: of each of the four kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.e4m3 import FIRST_CAPABILITY
+from tests.kv_e4m3_cases import SIZES, assert_writes_are_rounded
+from tests.lora_kernel_cases import make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < FIRST_CAPABILITY,
+        reason="needs a CUDA device with e4m3",
+    ),
+]
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@TYPES
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 1500])
+def test_the_base_rounds_as_it_writes(tokens: int, has_norm: bool, dtype: torch.dtype) -> None:
+    case = make_case(
+        (8,), ((None, tokens),), in_features=512, sizes=SIZES, dtype=dtype, device="cuda"
+    )
+    assert_writes_are_rounded(case, None, has_norm=has_norm)
+
+
+@TYPES
+@pytest.mark.parametrize("has_norm", [False, True], ids=["few rows", "small tiles"])
+def test_adapters_of_few_rows_round_as_they_write(has_norm: bool, dtype: torch.dtype) -> None:
+    runs = ((None, 2), (1, 4))
+    case = make_case((8, 24), runs, in_features=512, sizes=SIZES, dtype=dtype, device="cuda")
+    assert_writes_are_rounded(case, case.plan(large=False), has_norm=has_norm)
+
+
+@TYPES
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_small_and_large_tiles_round_as_they_write(has_norm: bool, dtype: torch.dtype) -> None:
+    runs = ((0, 3), (None, 2), (1, 4), (0, 300), (1, 130))
+    case = make_case((8, 24), runs, in_features=512, sizes=SIZES, dtype=dtype, device="cuda")
+    assert_writes_are_rounded(case, case.plan(), has_norm=has_norm)

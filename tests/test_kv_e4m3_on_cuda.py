@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from kernels.e4m3 import FIRST_CAPABILITY
 from tests.kv_e4m3_cases import SIZES, assert_writes_are_rounded
-from tests.lora_kernel_cases import make_case
+from tests.lora_kernel_cases import LoraCase, Run, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,21 +21,22 @@ pytestmark = [
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
+def cuda_case(runs: Sequence[Run], dtype: torch.dtype) -> LoraCase:
+    return make_case((8, 24), runs, in_features=512, sizes=SIZES, dtype=dtype, device="cuda")
+
+
 @TYPES
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 1500])
 def test_the_base_rounds_as_it_writes(tokens: int, has_norm: bool, dtype: torch.dtype) -> None:
-    case = make_case(
-        (8,), ((None, tokens),), in_features=512, sizes=SIZES, dtype=dtype, device="cuda"
-    )
-    assert_writes_are_rounded(case, None, has_norm=has_norm)
+    assert_writes_are_rounded(cuda_case(((None, tokens),), dtype), None, has_norm=has_norm)
 
 
 @TYPES
 @pytest.mark.parametrize("has_norm", [False, True], ids=["few rows", "small tiles"])
 def test_adapters_of_few_rows_round_as_they_write(has_norm: bool, dtype: torch.dtype) -> None:
     runs = ((None, 2), (1, 4))
-    case = make_case((8, 24), runs, in_features=512, sizes=SIZES, dtype=dtype, device="cuda")
+    case = cuda_case(runs, dtype)
     assert_writes_are_rounded(case, case.plan(large=False), has_norm=has_norm)
 
 
@@ -41,5 +44,5 @@ def test_adapters_of_few_rows_round_as_they_write(has_norm: bool, dtype: torch.d
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_small_and_large_tiles_round_as_they_write(has_norm: bool, dtype: torch.dtype) -> None:
     runs = ((0, 3), (None, 2), (1, 4), (0, 300), (1, 130))
-    case = make_case((8, 24), runs, in_features=512, sizes=SIZES, dtype=dtype, device="cuda")
+    case = cuda_case(runs, dtype)
     assert_writes_are_rounded(case, case.plan(), has_norm=has_norm)

@@ -14,7 +14,6 @@ import torch
 
 from engine.checks.effect_report import LogitChange
 from engine.checks.probe import Probe
-from engine.checks.prompts import prompt_limit
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.weights import Weights
@@ -23,8 +22,9 @@ from lora.pool import AdapterPool
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROMPTS = 4
-# Nats. SmolLM2-135M has 0.01, and a base that forgets its prompt has some.
+_NUM_PROMPTS = 2
+_PROMPT_TOKENS = 128  # 256 positions of SmolLM2-135M: two seconds of a core
+# Nats. SmolLM2-135M has 0.01, a base that loses its prompt some.
 _MAX_KL = 0.5
 
 
@@ -34,7 +34,7 @@ def check_kv_rounding(
     """Measures the change of the logits by a KV cache of this type. Raises UnsupportedModelError if
     the base does not stand it."""
     draw = torch.Generator().manual_seed(0)
-    shape = (_NUM_PROMPTS, prompt_limit(config))
+    shape = (_NUM_PROMPTS, min(_PROMPT_TOKENS, config.usual_len))
     prompts = torch.randint(config.vocab_size, shape, generator=draw).tolist()
     with reference_only():
         change = Probe(config, weights, pool).compare_kv(prompts, kv_dtype)

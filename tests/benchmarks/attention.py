@@ -4,8 +4,8 @@ Decode: bytes of keys and values over time, in CUDA graphs that rotate over more
 holds. Prefill: floating-point operations over time, beside torch's own attention over contiguous
 tensors (cuDNN, FlashAttention-2), which needs no pages. Heads of Llama-3-8B, bfloat16; a cache in
 e4m3 in turns with it. Other families: `--heads 8 4 256 --window 4096 --soft-cap 50` (Gemma 2),
-`--heads 64 8 64 --window 128 --sinks` (gpt-oss). A window's rates count the keys in it: equal rates mean a cost of min(keys,
-window).
+`--heads 64 8 64 --window 128 --sinks` (gpt-oss). A window's rates count the keys in it: equal rates
+mean a cost of min(keys, window).
 """
 
 from __future__ import annotations

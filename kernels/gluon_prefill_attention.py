@@ -87,7 +87,7 @@ def paged_prefill(
         TILE_ROWS=TILE_ROWS,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
-        STAGED=STAGES if k_cache.dtype == torch.float8_e4m3fn else 0,
+        STAGED=1 if k_cache.dtype == torch.float8_e4m3fn else 0,
         WINDOW=sliding_window or 0,
         SOFT_CAP=cap,
         num_warps=4,

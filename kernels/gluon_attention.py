@@ -29,7 +29,7 @@ _KINDS = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-WIDENERS = gl.constexpr(2)  # warps that widen e4m3; with the fetching warp they fit a warpgroup
+WIDENERS = gl.constexpr(4)
 
 
 def describe_rows(

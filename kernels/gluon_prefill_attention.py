@@ -382,5 +382,5 @@ def _prefill_kernel(
                                 TILE_ROWS, BLOCK_N, STAGED, WINDOW)),
             ],
             [4, WIDENERS, 1],
-            [216, 72, 72],
+            [216, 48, 24],
         )  # fmt: skip

@@ -48,7 +48,7 @@ def decode(variant: dict[str, object]) -> str:
     sizes |= variant
     if not variant["WINDOW"] and not sizes["HAS_QUERIES"]:
         sizes["kv_lens_ptr"] = None
-    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
+    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=80 if sizes["STAGED"] else 128)
 
 
 def prefill(variant: dict[str, object]) -> str:

@@ -29,17 +29,18 @@ _KINDS = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-WIDENERS = gl.constexpr(4)
+WIDENERS = gl.constexpr(2)
 
 
-def describe_rows(
-    cache: torch.Tensor, block_size: int, block_n: int, width: int
-) -> TensorDescriptor:
-    """Returns the descriptor of the copies of 64 columns of rows of a page, [slots, width]. V of a
-    layer may have fewer rows in the cache than its K."""
-    box = [min(block_size, block_n), 64]
-    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], _KINDS[cache.dtype])
-    return TensorDescriptor.from_tensor(cache.view(-1, width), box, layout)
+def describe_rows(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """Returns the descriptor of the copies of rows of a page, of [slots, num_heads * head_dim]: of
+    128 bytes of a head, or less where it has less: copies of 64 bytes take as long. V of a layer
+    may have fewer rows in the cache than its K."""
+    num_heads, head_dim = cache.shape[2:]
+    columns = min(head_dim, 128 // cache.element_size())
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, columns], _KINDS[cache.dtype])
+    rows = cache.view(-1, num_heads * head_dim)
+    return TensorDescriptor.from_tensor(rows, [min(cache.shape[1], block_n), columns], layout)
 
 
 @gluon.constexpr_function
@@ -50,10 +51,11 @@ def wide_layout(block_n):
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr,
-              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
+              BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+              READERS: gl.constexpr):  # fmt: skip
     """Returns keys, values, barriers (keys full, keys empty, values full, values empty)"""
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, 64], layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, WIDTH], layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK_N, WIDTH], layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -70,11 +72,13 @@ def make_ring(dtype: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr,
 @gluon.jit
 def fetch(
     k_desc, v_desc, k_smem, v_smem, bars, count, table, column, begin, end,
-    PAGE: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring with the keys from begin to end; `column` is where the head begins."""
     BOX: gl.constexpr = k_desc.block_type.shape[0]
-    BYTES: gl.constexpr = BLOCK_N * PARTS * 8 * k_desc.dtype.primitive_bitwidth  # of 64 columns
+    WIDTH: gl.constexpr = k_desc.block_type.shape[1]
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * k_desc.dtype.primitive_bitwidth // 8
     for start in range(begin, end, BLOCK_N):
         rows = ()
         for part in gl.static_range(BLOCK_N // BOX):
@@ -90,14 +94,14 @@ def fetch(
         for part in gl.static_range(BLOCK_N // BOX):
             for d in gl.static_range(PARTS):
                 to = k_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
-                at = [rows[part], column + d * 64]
+                at = [rows[part], column + d * WIDTH]
                 async_load(k_desc, at, bars[0].index(stage), to)
         mbarrier.wait(bars[3].index(stage), phase ^ 1)
         mbarrier.expect(bars[2].index(stage), BYTES)
         for part in gl.static_range(BLOCK_N // BOX):
             for d in gl.static_range(PARTS):
                 to = v_smem.index(stage * PARTS + d).slice(part * BOX, BOX)
-                at = [rows[part], column + d * 64]
+                at = [rows[part], column + d * WIDTH]
                 async_load(v_desc, at, bars[2].index(stage), to)
     return count
 
@@ -106,25 +110,26 @@ def fetch(
 def widen(
     staged,  # (keys, values, barriers) in e4m3, of STAGED buffers
     k_smem, v_smem, bars, count, begin, end,
-    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Moves the keys from begin to end, and their values, from the ring in e4m3 to that in
     float16. Called by WIDENERS warps."""
     k_staged, v_staged, full = staged
+    # The pieces of a row are where those of a whole row are in this layout.
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], gl.float16)
+    shape: gl.constexpr = [STAGES, BLOCK_N, HEAD_DIM]
+    k_whole = k_smem._reinterpret(gl.float16, shape, layout)
+    v_whole = v_smem._reinterpret(gl.float16, shape, layout)
     for _start in range(begin, end, BLOCK_N):
         from_stage, from_phase = count % STAGED, (count // STAGED) & 1
         to_stage, to_phase = count % STAGES, (count // STAGES) & 1
         count += 1
         for i in gl.static_range(2):
             source = k_staged if i == 0 else v_staged
-            target = k_smem if i == 0 else v_smem
+            target = k_whole if i == 0 else v_whole
             mbarrier.wait(full[2 * i].index(from_stage), from_phase)
             mbarrier.wait(bars[2 * i + 1].index(to_stage), to_phase ^ 1)
-            for d in gl.static_range(PARTS):
-                _widen_part(
-                    source.index(from_stage * PARTS + d), target.index(to_stage * PARTS + d),
-                    BLOCK_N,
-                )  # fmt: skip
+            _widen_rows(source.index(from_stage), target.index(to_stage), HEAD_DIM, BLOCK_N)
             fence_async_shared()
             barrier()
             mbarrier.arrive(full[2 * i + 1].index(from_stage), count=1)
@@ -133,12 +138,14 @@ def widen(
 
 
 @gluon.jit
-def _widen_part(source, target, BLOCK_N: gl.constexpr):
-    """Widens [BLOCK_N, 64], 64 rows at a time: a thread reads 16 bytes of a row at once."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WIDENERS, 1], [1, 0])
-    for row in gl.static_range(0, BLOCK_N, 64):
-        narrow = source.slice(row, 64).load(layout)
-        target.slice(row, 64).store(narrow.to(target.dtype))
+def _widen_rows(source, target, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Widens [BLOCK_N, HEAD_DIM], 32 rows at a time. A thread has eight neighbours of a row, so
+    that the 16 bytes that it writes are in other banks than its neighbours'."""
+    ACROSS: gl.constexpr = HEAD_DIM // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDENERS, 1], [1, 0])
+    for row in gl.static_range(0, BLOCK_N, 32):
+        narrow = source.slice(row, 32).load(layout)
+        target.slice(row, 32).store(narrow.to(target.dtype))
 
 
 @gluon.jit

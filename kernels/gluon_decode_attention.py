@@ -61,7 +61,6 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    rows = (block_size, BLOCK_N, num_kv_heads * head_dim)
     is_e4m3 = k_cache.dtype == torch.float8_e4m3fn
     num_units = plan.max_decode_items(sliding_window) * num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
@@ -72,8 +71,8 @@ def paged_decode(
         _decode_kernel,
         (min(num_sms(q.device) * programs_per_sm, num_units),),
         q,
-        describe_rows(k_cache, *rows),
-        describe_rows(v_cache, *rows),
+        describe_rows(k_cache, BLOCK_N),
+        describe_rows(v_cache, BLOCK_N),
         out,
         plan.scratch.partial,
         plan.scratch.lse,
@@ -98,7 +97,7 @@ def paged_decode(
         SOFT_CAP=cap,
         HAS_QUERIES=has_queries,
         num_warps=4,
-        maxnreg=(160 if is_e4m3 else 256) // programs_per_sm,  # of 12 or 8 warps
+        maxnreg=256 // programs_per_sm,
         launch_pdl=True,
     )
 
@@ -130,7 +129,7 @@ def _fetch_items(
         count = fetch(
             k_desc, v_desc, k_smem, v_smem, bars, count,
             tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
-            begin, end, PAGE, HEAD_DIM // 64, BLOCK_N, STAGES,
+            begin, end, PAGE, HEAD_DIM, BLOCK_N, STAGES,
         )  # fmt: skip
         unit = next_unit
         seq, begin, end = next_seq, next_begin, next_end
@@ -165,7 +164,7 @@ def _widen_items(
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
         count = widen(
-            staged, k_smem, v_smem, bars, count, begin, end, HEAD_DIM // 64, BLOCK_N, STAGED, STAGES
+            staged, k_smem, v_smem, bars, count, begin, end, HEAD_DIM, BLOCK_N, STAGED, STAGES
         )
         unit, begin, end = next_unit, next_begin, next_end
 
@@ -316,7 +315,7 @@ def _decode_kernel(
     PARTS: gl.constexpr = HEAD_DIM // 64
     layout: gl.constexpr = k_desc.layout
     if STAGED == 0:
-        k_smem, v_smem, bars = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, STAGES, 1)
+        k_smem, v_smem, bars = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, 64, STAGES, 1)
         tickets = make_tickets(1)
         wait_for_inputs(True)
         gl.warp_specialize(
@@ -335,9 +334,9 @@ def _decode_kernel(
         )  # fmt: skip
     else:
         k_smem, v_smem, bars = make_ring(
-            gl.float16, wide_layout(BLOCK_N), PARTS, BLOCK_N, STAGES, 1
+            gl.float16, wide_layout(BLOCK_N), PARTS, BLOCK_N, 64, STAGES, 1
         )
-        k_staged, v_staged, full = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, STAGED, 1)
+        k_staged, v_staged, full = make_ring(k_desc.dtype, layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
         tickets = make_tickets(2)
         wait_for_inputs(True)
         gl.warp_specialize(
@@ -355,5 +354,5 @@ def _decode_kernel(
                                 MAX_SPLITS, WINDOW)),
             ],
             [WIDENERS, 1],
-            [48, 24],
+            [64, 64],
         )  # fmt: skip

@@ -61,14 +61,13 @@ def paged_prefill(
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
     num_units = plan.num_tiles * num_kv_heads
-    rows = (block_size, BLOCK_N, num_kv_heads * head_dim)
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
         (min(num_sms(q.device), num_units),),
         q,
-        describe_rows(k_cache, *rows),
-        describe_rows(v_cache, *rows),
+        describe_rows(k_cache, BLOCK_N),
+        describe_rows(v_cache, BLOCK_N),
         out,
         plan.work,
         plan.scratch.tickets,
@@ -158,7 +157,7 @@ def _fetch_tiles(
         count = fetch(
             k_desc, v_desc, k_smem, v_smem, bars, count,
             tables_ptr + seq.to(gl.int64) * stride_table, unit % NUM_KV_HEADS * HEAD_DIM,
-            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, PAGE, HEAD_DIM // 64,
+            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, PAGE, HEAD_DIM,
             BLOCK_N, STAGES,
         )  # fmt: skip
         unit = next_unit
@@ -196,7 +195,7 @@ def _widen_tiles(
         end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
         count = widen(
             staged, k_smem, v_smem, bars, count,
-            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, HEAD_DIM // 64, BLOCK_N,
+            _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, HEAD_DIM, BLOCK_N,
             STAGED, STAGES,
         )  # fmt: skip
         unit = next_unit
@@ -337,7 +336,7 @@ def _prefill_kernel(
     narrow: gl.constexpr = k_desc.layout
     dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
     layout: gl.constexpr = narrow if STAGED == 0 else wide_layout(BLOCK_N)
-    k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, STAGES, 2)
+    k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, 64, STAGES, 2)
     tickets = make_tickets(2 if STAGED == 0 else 3)
     q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
@@ -361,7 +360,7 @@ def _prefill_kernel(
             [232, 40],
         )  # fmt: skip
     else:
-        k_staged, v_staged, full = make_ring(k_desc.dtype, narrow, PARTS, BLOCK_N, STAGED, 1)
+        k_staged, v_staged, full = make_ring(k_desc.dtype, narrow, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
         gl.warp_specialize(
             [
                 (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,
@@ -382,5 +381,5 @@ def _prefill_kernel(
                                 TILE_ROWS, BLOCK_N, STAGED, WINDOW)),
             ],
             [4, WIDENERS, 1],
-            [216, 48, 24],
+            [216, 72, 72],
         )  # fmt: skip

@@ -126,9 +126,9 @@ def _rope_few_kernel(
         # A negative slot marks a padding row of a CUDA graph.
         written = exists & (lane < tl.where(slot >= 0, HALF, 0))
         cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
-        at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + place
-        tl.store(at, to_cached(low, cache_ptr.dtype.element_ty), mask=written)
-        tl.store(at + gap, to_cached(high, cache_ptr.dtype.element_ty), mask=written)
+        kv_at = cache_ptr + (slot * NUM_KV_HEADS + local) * (2 * HALF) + place
+        tl.store(kv_at, to_cached(low, cache_ptr.dtype.element_ty), mask=written)
+        tl.store(kv_at + gap, to_cached(high, cache_ptr.dtype.element_ty), mask=written)
     else:
         if Q_BETA != 0.0:
             factor = query_factor(position, Q_BETA, Q_LENGTH)

@@ -48,7 +48,7 @@ def decode(variant: dict[str, object]) -> str:
     sizes |= variant
     if not variant["WINDOW"] and not sizes["HAS_QUERIES"]:
         sizes["kv_lens_ptr"] = None
-    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=80 if sizes["STAGED"] else 128)
+    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
 
 
 def prefill(variant: dict[str, object]) -> str:
@@ -101,8 +101,9 @@ def compiled(
 
     constants: dict[str, object] = {**SHAPE, "PAGE": page, **sizes}
     kind, name = (gl.float8e4nv, "fp8e4nv") if sizes["STAGED"] else (gl.bfloat16, "bf16")
-    layout = gl.NVMMASharedLayout.get_default_for([block_n, 64], kind)
-    descriptor = f"tensordesc<{name}[{min(page, block_n)}, 64],{layout!r}>"
+    columns = constants["HEAD_DIM"] if sizes["STAGED"] else 64
+    layout = gl.NVMMASharedLayout.get_default_for([block_n, columns], kind)
+    descriptor = f"tensordesc<{name}[{min(page, block_n)}, {columns}],{layout!r}>"
 
     def type_of(name: str) -> str:
         if name in constants:

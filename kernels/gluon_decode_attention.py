@@ -354,5 +354,5 @@ def _decode_kernel(
                                 MAX_SPLITS, WINDOW)),
             ],
             [WIDENERS, 1],
-            [64, 64],
+            [48, 48],
         )  # fmt: skip

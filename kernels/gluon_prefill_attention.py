@@ -381,5 +381,5 @@ def _prefill_kernel(
                                 TILE_ROWS, BLOCK_N, STAGED, WINDOW)),
             ],
             [4, WIDENERS, 1],
-            [216, 72, 72],
+            [232, 40, 40],
         )  # fmt: skip

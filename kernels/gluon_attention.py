@@ -3,7 +3,7 @@
 A ring of STAGES buffers holds BLOCK_N keys and their values each; a row is kept as PARTS pieces of
 64 columns, in 16 bits the 128 bytes that one swizzled row of shared memory holds. Each buffer has a
 barrier for "full" and one for "empty". A cache in e4m3 is fetched into a ring of its own, from
-which two further warps widen it to float16, which holds every e4m3 exactly. Free of plans.
+which two warps widen it to float16, which holds every e4m3 exactly. Free of plans.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _KINDS = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+WIDENERS = gl.constexpr(2)
 
 
 def describe_rows(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -107,38 +108,44 @@ def fetch(
 
 @gluon.jit
 def widen(
-    staged,  # (keys or values, full, empty): STAGED buffers in e4m3
-    wide,  # likewise, STAGES buffers in float16
-    count, begin, end,
+    staged,  # (keys, values, barriers) in e4m3, of STAGED buffers
+    k_smem, v_smem, bars, count, begin, end,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Moves the keys, or values, from begin to end from the ring in e4m3 to that in float16. Called
-    by one warp, another one for keys than for values: these are free later."""
+    """Moves the keys from begin to end, and their values, from the ring in e4m3 to that in
+    float16. Called by WIDENERS warps."""
+    k_staged, v_staged, full = staged
     # The pieces of a row are where those of a whole row are in this layout.
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], gl.float16)
-    whole = wide[0]._reinterpret(gl.float16, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    shape: gl.constexpr = [STAGES, BLOCK_N, HEAD_DIM]
+    k_whole = k_smem._reinterpret(gl.float16, shape, layout)
+    v_whole = v_smem._reinterpret(gl.float16, shape, layout)
     for _start in range(begin, end, BLOCK_N):
-        source, target = count % STAGED, count % STAGES
-        mbarrier.wait(staged[1].index(source), (count // STAGED) & 1)
-        mbarrier.wait(wide[2].index(target), ((count // STAGES) & 1) ^ 1)
-        _widen_rows(staged[0].index(source), whole.index(target), HEAD_DIM, BLOCK_N)
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(staged[2].index(source), count=1)
-        mbarrier.arrive(wide[1].index(target), count=1)
+        from_stage, from_phase = count % STAGED, (count // STAGED) & 1
+        to_stage, to_phase = count % STAGES, (count // STAGES) & 1
         count += 1
+        for i in gl.static_range(2):
+            source = k_staged if i == 0 else v_staged
+            target = k_whole if i == 0 else v_whole
+            mbarrier.wait(full[2 * i].index(from_stage), from_phase)
+            mbarrier.wait(bars[2 * i + 1].index(to_stage), to_phase ^ 1)
+            _widen_rows(source.index(from_stage), target.index(to_stage), HEAD_DIM, BLOCK_N)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(full[2 * i + 1].index(from_stage), count=1)
+            mbarrier.arrive(bars[2 * i].index(to_stage), count=1)
     return count
 
 
 @gluon.jit
 def _widen_rows(source, target, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Widens [BLOCK_N, HEAD_DIM], 8 rows at a time. A thread has eight neighbours of a row, so
+    """Widens [BLOCK_N, HEAD_DIM], 32 rows at a time. A thread has eight neighbours of a row, so
     that the 16 bytes that it writes are in other banks than its neighbours'."""
     ACROSS: gl.constexpr = HEAD_DIM // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [1, 1], [1, 0])
-    for row in gl.static_range(0, BLOCK_N, 16):
-        narrow = source.slice(row, 16).load(layout)
-        target.slice(row, 16).store(narrow.to(target.dtype))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDENERS, 1], [1, 0])
+    for row in gl.static_range(0, BLOCK_N, 32):
+        narrow = source.slice(row, 32).load(layout)
+        target.slice(row, 32).store(narrow.to(target.dtype))
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from kernels.backend import num_sms
 from kernels.gluon_attention import (
+    WIDENERS,
     describe_rows,
     draw,
     fetch,
@@ -141,7 +142,7 @@ def _fetch_items(
 
 @gluon.jit
 def _widen_items(
-    staged, wide, tickets, work_ptr, query_start_ptr, kv_lens_ptr,
+    staged, k_smem, v_smem, bars, tickets, work_ptr, query_start_ptr, kv_lens_ptr,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGED: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -156,13 +157,15 @@ def _widen_items(
     count = 0
     while unit < num_units:
         if turn > 0:
-            next_unit = take(tickets, turn - 1, 1)
+            next_unit = take(tickets, turn - 1, WIDENERS)
         turn += 1
         _seq, next_begin, next_end, _merge, _seen = read_item(
             work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
-        count = widen(staged, wide, count, begin, end, HEAD_DIM, BLOCK_N, STAGED, STAGES)
+        count = widen(
+            staged, k_smem, v_smem, bars, count, begin, end, HEAD_DIM, BLOCK_N, STAGED, STAGES
+        )
         unit, begin, end = next_unit, next_begin, next_end
 
 
@@ -334,7 +337,7 @@ def _decode_kernel(
             gl.float16, wide_layout(BLOCK_N), PARTS, BLOCK_N, 64, STAGES, 1
         )
         k_staged, v_staged, full = make_ring(k_desc.dtype, layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
-        tickets = make_tickets(3)
+        tickets = make_tickets(2)
         wait_for_inputs(True)
         gl.warp_specialize(
             [
@@ -342,10 +345,7 @@ def _decode_kernel(
                                  lse_ptr, arrived_ptr, work_ptr, query_start_ptr, scale,
                                  kv_lens_ptr, sinks_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_N,
                                  STAGES, MAX_SPLITS, WINDOW, SOFT_CAP, HAS_QUERIES)),
-                (_widen_items, ((k_staged, full[0], full[1]), (k_smem, bars[0], bars[1]), tickets,
-                                work_ptr, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM,
-                                BLOCK_N, STAGED, STAGES, MAX_SPLITS, WINDOW)),
-                (_widen_items, ((v_staged, full[2], full[3]), (v_smem, bars[2], bars[3]), tickets,
+                (_widen_items, ((k_staged, v_staged, full), k_smem, v_smem, bars, tickets,
                                 work_ptr, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM,
                                 BLOCK_N, STAGED, STAGES, MAX_SPLITS, WINDOW)),
                 (_fetch_items, (k_desc, v_desc, k_staged, v_staged, full, tickets, work_ptr,
@@ -353,6 +353,6 @@ def _decode_kernel(
                                 kv_lens_ptr, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, STAGED,
                                 MAX_SPLITS, WINDOW)),
             ],
-            [1, 1, 1],
-            [48, 48, 48],
+            [WIDENERS, 1],
+            [48, 48],
         )  # fmt: skip

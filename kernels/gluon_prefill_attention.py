@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.backend import num_sms
 from kernels.gluon_attention import (
+    WIDENERS,
     barrier,
     describe_rows,
     draw,
@@ -175,8 +176,8 @@ def _fetch_tiles(
 
 @gluon.jit
 def _widen_tiles(
-    staged, wide, tickets, work_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    staged, k_smem, v_smem, bars, tickets, work_ptr, tiles_start, num_units, query_start_ptr,
+    kv_lens_ptr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     TILE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGED: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -186,14 +187,14 @@ def _widen_tiles(
     count = 0
     while unit < num_units:
         if turn > 0:
-            next_unit = take(tickets, turn - 1, 1)
+            next_unit = take(tickets, turn - 1, WIDENERS)
         turn += 1
         _seq, first, query_end, before = _tile(
             unit, num_units, work_ptr, tiles_start, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS
         )
         end = gl.minimum(first + TILE_ROWS // GROUP, query_end) + before
         count = widen(
-            staged, wide, count,
+            staged, k_smem, v_smem, bars, count,
             _first_tile(first, before, WINDOW, BLOCK_N) * BLOCK_N, end, HEAD_DIM, BLOCK_N,
             STAGED, STAGES,
         )  # fmt: skip
@@ -336,7 +337,7 @@ def _prefill_kernel(
     dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
     layout: gl.constexpr = narrow if STAGED == 0 else wide_layout(BLOCK_N)
     k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, 64, STAGES, 2)
-    tickets = make_tickets(2 if STAGED == 0 else 4)
+    tickets = make_tickets(2 if STAGED == 0 else 3)
     q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     if STAGED == 0:
@@ -370,11 +371,7 @@ def _prefill_kernel(
                                  tiles_start, num_units, query_start_ptr, kv_lens_ptr, scale,
                                  sinks_ptr, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N,
                                  STAGES, WINDOW, SOFT_CAP)),
-                (_widen_tiles, ((k_staged, full[0], full[1]), (k_smem, bars[0], bars[1]), tickets,
-                                work_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
-                                NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGED, STAGES,
-                                WINDOW)),
-                (_widen_tiles, ((v_staged, full[2], full[3]), (v_smem, bars[2], bars[3]), tickets,
+                (_widen_tiles, ((k_staged, v_staged, full), k_smem, v_smem, bars, tickets,
                                 work_ptr, tiles_start, num_units, query_start_ptr, kv_lens_ptr,
                                 NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_ROWS, BLOCK_N, STAGED, STAGES,
                                 WINDOW)),
@@ -383,6 +380,6 @@ def _prefill_kernel(
                                 tables_ptr, stride_table, NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE,
                                 TILE_ROWS, BLOCK_N, STAGED, WINDOW)),
             ],
-            [4, 1, 1, 1],
-            [232, 40, 40, 40],
+            [4, WIDENERS, 1],
+            [232, 40, 40],
         )  # fmt: skip

@@ -1,0 +1,162 @@
+"""Engines whose keys and values are in FP8: against transformers with a cache that rounds alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel
+
+from engine.checks.kv_rounding import check_kv_rounding
+from engine.config import EngineConfig
+from engine.core import Engine
+from engine.errors import UnsupportedModelError
+from engine.rank import Rank
+from engine.resolved import resolve_kv_dtype
+from engine.runner import ModelRunner
+from engine.types import Request, SamplingParams
+from kernels.e4m3 import E4M3, to_cached
+from tests.engine_helpers import (
+    BLOCK_SIZE,
+    Job,
+    load_hf,
+    make_adapter,
+    make_base,
+    make_runner,
+    make_sequence,
+    random_prompt,
+    run_mixed,
+)
+from tests.kv_host_helpers import answers_in_turns
+
+PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate((5, 31, 12))]
+NUM_TOKENS = 16
+
+
+class RoundedCache(DynamicCache):
+    """Attention sees keys and values as a cache in e4m3 keeps them, those of its own tokens too."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = (to_cached(x, E4M3).to(x.dtype) for x in (key_states, value_states))
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(*rounded, *args, **kwargs)
+        return found
+
+
+def rounded_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            cache = RoundedCache(config=model.config)
+            logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("e4m3") / "base")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 9})],
+    ids=["llama", "qwen3", "mistral"],
+)
+def test_greedy_tokens_equal_those_of_a_rounding_cache(
+    tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    """In chunks, whole and in decodes beside others: attention reads the rounded values always."""
+    folder = make_base(tmp_path / "base", family, **changes)
+    runner = make_runner(folder, kv_cache_dtype="fp8")
+    jobs = [
+        Job(make_sequence(prompt, 24 * i, layout=runner.kv_layout), starts_at=2 * i, chunk=chunk)
+        for i, (prompt, chunk) in enumerate(zip(PROMPTS, (2, 7, 1000), strict=True))
+    ]
+    found = run_mixed(runner, jobs, NUM_TOKENS)
+    model = load_hf(folder)
+    assert found == [rounded_greedy(model, prompt) for prompt in PROMPTS]
+
+
+def tokens_of(base: Path, **changes: object) -> list[tuple[int, ...]]:
+    """Returns what an engine answers, alone and again, with its prefixes found or computed."""
+    runner = make_runner(base, kv_cache_dtype="fp8", **changes)
+    runner.load_adapter("a", base.parent / "a")
+    engine = Engine(config_of(runner), runner)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=3)
+    found = answers_in_turns(engine, PROMPTS, params, 2)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(Request(f"a {i}", tuple(prompt), params, "a"))
+    by_request: dict[str, tuple[int, ...]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None
+            by_request[output.request_id] = by_request.get(output.request_id, ()) + output.token_ids
+    runner.close()
+    return [*found, *(by_request[f"a {i}"] for i in range(len(PROMPTS)))]
+
+
+def config_of(runner: ModelRunner) -> EngineConfig:
+    return runner._rank.config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_prefix_caching": False},
+        {"speculation": "suffix"},
+        {"kv_host_bytes": 1 << 20, "num_blocks": 20},
+        {"max_num_batched_tokens": 8},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_tokens_are_those_of_the_plainest_engine(base: Path, changes: dict[str, object]) -> None:
+    if not (base.parent / "a").exists():
+        make_adapter(base.parent / "a", base, 8, ("q_proj", "v_proj", "o_proj"))
+    assert tokens_of(base, **changes) == tokens_of(base)
+
+
+def test_a_block_has_a_quarter_of_the_bytes_of_float32(base: Path) -> None:
+    runner = make_runner(base, num_blocks=None, kv_cache_bytes=1 << 16)
+    narrow = make_runner(base, num_blocks=None, kv_cache_bytes=1 << 16, kv_cache_dtype="fp8")
+    each = 2 * 3 * BLOCK_SIZE * 2 * 16  # elements: K and V, layers, tokens, heads, dimensions
+    assert runner.num_blocks == (1 << 16) // (4 * each)
+    assert narrow.num_blocks == (1 << 16) // each
+
+
+def test_a_base_whose_keys_are_mostly_bias_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in some of Qwen 2.5's: three bits of a large key leave nothing of its token."""
+    folder = make_base(tmp_path / "base", "qwen2")
+    with caplog.at_level("INFO"):
+        make_runner(folder, kv_cache_dtype="fp8")
+    assert "keys and values in FP8 change the base on random tokens" in caplog.text
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.bias"):
+            tensor.mul_(300)
+    save_file(tensors, file, metadata={"format": "pt"})
+    make_runner(folder)
+    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*mean KL.*use auto"):
+        make_runner(folder, kv_cache_dtype="fp8")
+
+
+def test_old_devices_are_refused(base: Path) -> None:
+    rank = Rank(config_of(make_runner(base, kv_cache_dtype="fp8")))
+    assert rank.kv_dtype == E4M3
+    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*8\.9.*8\.0"):
+        resolve_kv_dtype(rank.config, torch.bfloat16, (8, 0))
+
+
+def test_the_change_is_measured_on_both_caches(base: Path) -> None:
+    runner = make_runner(base)
+    same = check_kv_rounding(runner.model_config, runner._weights, runner.adapters, torch.float32)
+    assert same.max_delta == 0
+    other = check_kv_rounding(runner.model_config, runner._weights, runner.adapters, E4M3)
+    assert 0 < other.mean_kl < 0.1
+    assert other.num_positions == 256

@@ -94,6 +94,8 @@ def test_a_base_in_4_bits_leaves_more_room(tmp_path: Path) -> None:
 def test_more_memory_has_room_for_more(tmp_path: Path) -> None:
     folder = make_base(tmp_path / "base")
     small, large = estimate_fit(folder, 4 * GIB), estimate_fit(folder, 8 * GIB)
+    narrow = estimate_fit(folder, 8 * GIB, kv_cache_dtype="fp8")
+    assert narrow.kv_tokens == pytest.approx(2 * large.kv_tokens, rel=1e-3)
     assert small.fits
     assert large.kv_tokens > small.kv_tokens > 0
     assert large.num_adapters >= small.num_adapters > 0
@@ -163,9 +165,16 @@ def test_doctor_tells_of_a_base_before_it_is_loaded(
     assert "--quantization is int8: known are auto, none, fp8, int4" in capsys.readouterr().err
     assert run("doctor", "--base", str(folder), "--memory", "1") == 1
     assert "nothing is left for KV" in capsys.readouterr().out
+    asked = ("--memory", "80", "--kv-cache-dtype")
+    assert run("doctor", "--base", str(folder), *asked, "fp8") == 0
+    assert "tokens of KV in FP8" in " ".join(capsys.readouterr().out.split())
+    assert run("doctor", "--base", str(folder), *asked, "fp4") == 1
+    assert "--kv-cache-dtype is fp4: known are auto, fp8" in capsys.readouterr().err
     (folder / "config.json").unlink()
     assert run("doctor", "--base", str(folder)) == 1
     assert "no config.json" in capsys.readouterr().out
+    assert run("doctor", "--kv-cache-dtype", "fp8") == 1
+    assert "--kv-cache-dtype is fp8: it is for --base FOLDER" in capsys.readouterr().err
     assert run("doctor", "--quantization", "fp8") == 1
     assert "--base FOLDER" in capsys.readouterr().err
     assert run("doctor", "--memory", "80") == 1

@@ -69,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_greedy_tokens_equal_those_of_a_rounding_cache(
     tmp_path: Path, family: str, changes: dict[str, object]
 ) -> None:
-    """In chunks, whole and in decodes beside others: attention reads the rounded values always."""
+    """Attention reads the rounded values in chunks, whole prompts and decodes beside others."""
     folder = make_base(tmp_path / "base", family, **changes)
     runner = make_runner(folder, kv_cache_dtype="fp8")
     jobs = [
@@ -130,7 +130,7 @@ def test_a_block_has_a_quarter_of_the_bytes_of_float32(base: Path) -> None:
 def test_a_base_whose_keys_are_mostly_bias_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in some of Qwen 2.5's: three bits of a large key leave nothing of its token."""
+    """Three bits of a large key leave nothing of its token, as in some of Qwen 2.5's bases."""
     folder = make_base(tmp_path / "base", "qwen2")
     with caplog.at_level("INFO"):
         make_runner(folder, kv_cache_dtype="fp8")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from engine import kernel_trace, warm_batches
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVCacheDtype
 from engine.int4_forms import likely_forms
 from engine.kernel_trace import trace_kernels
 from engine.model_config import ModelConfig, parse_model_config
@@ -103,6 +103,7 @@ def traced(
     dtype: torch.dtype = torch.bfloat16,
     affine_adapters: bool = True,
     quantization: Quantization = "none",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> frozenset[KernelCall]:
     model = replace(model_named(name), num_layers=2)
     model = replace(model, sliding_windows=model.sliding_windows[:2], ropes=model.ropes[:2])
@@ -115,6 +116,7 @@ def traced(
         max_lora_rank=64,
         affine_adapters=affine_adapters,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     int4 = likely_forms(model) if quantization == "auto" else {}
     return trace_kernels(config, model, dtype, 4096, capability, int4)
@@ -288,6 +290,19 @@ def test_an_engine_in_fp8_has_products_of_its_own() -> None:
         "_fp8_mid_kernel": 16,
         "_fp8_sum_kernel": 2,
     }
+
+
+def test_fp8_keys_have_kernels_of_their_own() -> None:
+    for capability in (HOPPER, (8, 9)):
+        plain = traced("llama-3-8b", capability=capability)
+        narrow = traced("llama-3-8b", capability=capability, kv_cache_dtype="fp8")
+        assert len(narrow) == len(plain)
+        new = {call.name for call in narrow - plain}
+        assert new == {call.name for call in plain - narrow}
+        assert new == {
+            *("_decode_kernel", "_prefill_kernel", "_rope_kv_write_kernel", "_rope_few_kernel"),
+            *("_lora_rope_kernel", "_lora_rope_large_kernel"),
+        }
 
 
 def test_an_engine_in_4_bits_has_products_of_its_own() -> None:

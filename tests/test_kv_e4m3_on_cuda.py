@@ -1,14 +1,32 @@
-"""Writes into a KV cache in e4m3 on a CUDA device: of each of the four kernels."""
+"""Keys and values in e4m3 on a CUDA device: the writes of each of the four kernels, and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine.runner import ModelRunner
 from kernels.e4m3 import FIRST_CAPABILITY
+from tests.engine_agreement import (
+    OWNERS,
+    assert_alike,
+    make_adapters,
+    make_engine,
+    neighbours,
+    probe,
+    run_all,
+)
+from tests.engine_helpers import make_base
 from tests.kv_e4m3_cases import SIZES, assert_writes_are_rounded
+from tests.layer_chains import (
+    assert_any_company_gives_the_answer,
+    assert_graphs_have_the_bits_of_kernels,
+    assert_rows_of_the_base_keep_their_bits,
+    open_quantized,
+)
 from tests.lora_kernel_cases import LoraCase, Run, make_case
 
 pytestmark = [
@@ -18,6 +36,9 @@ pytestmark = [
         reason="needs a CUDA device with e4m3",
     ),
 ]
+# Of log-probabilities. A key that rounds to another bfloat16 can round to another e4m3, 16 times
+# coarser.
+TOLERANCE = 0.6
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -46,3 +67,53 @@ def test_small_and_large_tiles_round_as_they_write(has_norm: bool, dtype: torch.
     runs = ((0, 3), (None, 2), (1, 4), (0, 300), (1, 130))
     case = cuda_case(runs, dtype)
     assert_writes_are_rounded(case, case.plan(), has_norm=has_norm)
+
+
+# -- engines ------------------------------------------------------------------------------------
+
+
+def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
+    return open_quantized(base, adapters, device, kv_cache_dtype="fp8", **more)
+
+
+@pytest.fixture(scope="module", params=[16, 128], ids=["triton", "gluon"])
+def base(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    return make_base(folder, num_hidden_layers=2, head_dim=request.param)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return make_adapters(base)
+
+
+@pytest.fixture(scope="module")
+def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
+    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
+
+
+def test_answers_are_those_of_the_cpu(
+    base: Path, adapters: dict[str, Path], runner: ModelRunner
+) -> None:
+    requests = [probe(i) for i in range(2 * len(OWNERS))]
+    expected = run_all(make_engine(open_runner(base, adapters, "cpu", dtype="float32")), requests)
+    found = run_all(make_engine(runner), requests)
+    for one in requests:
+        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE)
+
+
+def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
+    assert_any_company_gives_the_answer(runner, TOLERANCE)
+
+
+def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
+    assert_graphs_have_the_bits_of_kernels(runner)
+
+
+def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
+    assert_rows_of_the_base_keep_their_bits(runner)
+
+
+def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
+    run_all(make_engine(runner), neighbours(40, 9))
+    assert runner.num_late_compilations == 0

@@ -1,8 +1,8 @@
 """The memory that a base needs, from its files' headers, before anything is loaded: does it fit a
 device, and how much room is left for adapters and KV?
 
-An estimate for the defaults of the configuration, but for `quantization`. What a step and its
-graphs need is measured by the engine at its start; RESERVED_BYTES stand for it here.
+An estimate for the defaults of the configuration, but for `quantization` and `kv_cache_dtype`. What
+a step and its graphs need is measured by the engine at its start; RESERVED_BYTES stand for it here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import Checkpoint
-from engine.config import EngineConfig, QuantizationSetting
+from engine.config import EngineConfig, KVCacheDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
@@ -31,7 +31,7 @@ from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
-from engine.resolved import resolve_fp8, serves_ranks
+from engine.resolved import resolve_fp8, resolve_kv_dtype, serves_ranks
 from engine.weight_shapes import is_matrix, is_norm, layer_matrices
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
@@ -54,6 +54,7 @@ class Fit:
     num_adapters: int  # that the pool holds by default
     kv_tokens: int  # that fit beside weights and adapters
     not_in_4_bits: str = ""  # the matrices of a 4-bit checkpoint that cannot stay so, and why
+    kv_words: str = ""  # the type of KV, where it is not that of the activations
     num_ranks: int = 1  # each on a device of its own, or with its share of the host's memory
 
     @property
@@ -74,7 +75,7 @@ class Fit:
             return facts | {"fits": "no: nothing is left for KV"}
         return facts | {
             "fits": f"yes, with about {self.num_adapters:,} adapters of rank 16 on the device and "
-            f"{self.kv_tokens:,} tokens of KV"
+            f"{self.kv_tokens:,} tokens of KV{self.kv_words}"
         }
 
 
@@ -83,12 +84,13 @@ def estimate_fit(
     memory_bytes: int | None = None,
     quantization: QuantizationSetting = "none",
     num_ranks: int = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Fit:
     """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
-    first one of this machine, or its host memory. `quantization`: as in the configuration of an
-    engine. `num_ranks`: those that share the base, each on such a device, or all in the host's
-    memory. Raises UnsupportedModelError, with the tensor or key and the reason, for a base that the
-    engine refuses or that so many ranks cannot share."""
+    first one of this machine, or its host memory. `quantization` and `kv_cache_dtype`: as in the
+    configuration of an engine. `num_ranks`: those that share the base, each on such a device, or
+    all in the host's memory. Raises UnsupportedModelError, with the tensor or key and the reason,
+    for a base that the engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
     shard = Shard(config, 0, num_ranks)
     if num_ranks > 1 and not serves_ranks(quantization):
@@ -105,7 +107,8 @@ def estimate_fit(
         capability = devices.cuda[0].capability
     else:
         device, memory_bytes = "CPU", available_bytes() // num_ranks
-    meant = EngineConfig(str(folder), "", quantization=quantization)
+    meant = EngineConfig(str(folder), "", quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    kv_dtype = resolve_kv_dtype(meant, dtype, capability)
     is_fp8 = resolve_fp8(meant, config, dtype, capability)
     int4 = resolve_int4(meant, config, dtype, capability) if num_ranks == 1 else NO_INT4
     weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4, shard=shard)
@@ -130,8 +133,9 @@ def estimate_fit(
         memory_bytes=memory_bytes,
         adapter_bytes=page,
         num_adapters=pool // page,
-        kv_tokens=_kv_tokens(shard.config, max(0, left), dtype, runs_ahead=is_cuda),
+        kv_tokens=_kv_tokens(shard.config, max(0, left), kv_dtype, runs_ahead=is_cuda),
         not_in_4_bits=reasons,
+        kv_words=" in FP8" if kv_cache_dtype == "fp8" else "",
         num_ranks=num_ranks,
     )
 

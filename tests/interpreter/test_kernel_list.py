@@ -52,6 +52,7 @@ def test_traffic_launches_listed_kernels_only(
         "backend": "triton",
         "dtype": dtype,
         "quantization": quantization,
+        "kv_cache_dtype": "fp8" if quantization == "fp8" else "auto",
         "block_size": 16,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 80,

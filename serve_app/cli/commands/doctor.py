@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 
 from engine.checks.fit import estimate_fit
-from engine.config import QuantizationSetting
+from engine.config import KVCacheDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
 from registry.catalog import Catalog
@@ -50,18 +50,14 @@ def doctor(
     base: Path | None,
     memory_gib: float | None,
     quantization: str | None,
+    kv_cache_dtype: str | None,
     ranks: int,
     json: bool,
 ) -> None:
     if memory_gib is not None and base is None:
         raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
-    if quantization is not None and base is None:
-        raise Failure(
-            f"--quantization is {quantization}: it is for --base FOLDER, which is missing"
-        )
-    known = get_args(QuantizationSetting)
-    if quantization is not None and quantization not in known:
-        raise Failure(f"--quantization is {quantization}: known are {', '.join(known)}")
+    _check_setting("--quantization", quantization, get_args(QuantizationSetting), base)
+    _check_setting("--kv-cache-dtype", kv_cache_dtype, get_args(KVCacheDtype), base)
     if ranks != 1 and base is None:
         raise Failure(f"--ranks is {ranks}: it is for --base FOLDER, which is missing")
     if base is not None and not base.is_dir():
@@ -73,7 +69,13 @@ def doctor(
         for finding in (
             _findings(port)
             if base is None
-            else _base(base, memory_gib, cast("QuantizationSetting", quantization or "none"), ranks)
+            else _base(
+                base,
+                memory_gib,
+                cast("QuantizationSetting", quantization or "none"),
+                cast("KVCacheDtype", kv_cache_dtype or "auto"),
+                ranks,
+            )
         ):
             findings.append(finding)
             failed += finding.state == "fail"
@@ -89,13 +91,26 @@ def doctor(
         raise Failure(f"{failed} of these must be put right before {what}")
 
 
+def _check_setting(
+    option: str, value: str | None, known: tuple[str, ...], base: Path | None
+) -> None:
+    if value is not None and base is None:
+        raise Failure(f"{option} is {value}: it is for --base FOLDER, which is missing")
+    if value is not None and value not in known:
+        raise Failure(f"{option} is {value}: known are {', '.join(known)}")
+
+
 def _base(
-    folder: Path, memory_gib: float | None, quantization: QuantizationSetting, ranks: int
+    folder: Path,
+    memory_gib: float | None,
+    quantization: QuantizationSetting,
+    kv_cache_dtype: KVCacheDtype,
+    ranks: int,
 ) -> Iterator[Finding]:
     """Checks a base's folder by the headers of its files."""
     memory = None if memory_gib is None else int(memory_gib * _GIB)
     try:
-        fit = estimate_fit(folder, memory, quantization, ranks)
+        fit = estimate_fit(folder, memory, quantization, ranks, kv_cache_dtype)
     except UnsupportedModelError as error:
         yield Finding("base", "fail", str(error))
         return

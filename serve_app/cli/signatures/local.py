@@ -90,6 +90,10 @@ def doctor(
         str | None,
         typer.Option("--quantization", help="engine.quantization for --base; default: none"),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option("--kv-cache-dtype", help="engine.kv_cache_dtype for --base; default: auto"),
+    ] = None,
     ranks: Annotated[
         int,
         typer.Option(

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.config import IngressArgs, PlatformArgs, check_routers, in_words
 from serve_app.network import is_loopback
@@ -40,7 +42,7 @@ class ServeFile:
 def read_serve_file(path: Path) -> ServeFile:
     """Returns the checked file. Raises ServeFileError, which names the wrong key."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _StrictLoader)  # noqa: S506  a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ServeFileError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -51,6 +53,7 @@ def read_serve_file(path: Path) -> ServeFile:
         schema = ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         raise ServeFileError(f"{path}: {in_words(error)}") from error
+    _check_keys(path, content)
     ours = [app for app in schema.applications if app.import_path == IMPORT_PATH]
     if len(ours) != 1:
         raise ServeFileError(
@@ -74,6 +77,39 @@ def read_serve_file(path: Path) -> ServeFile:
     if (why := refusal(host, args)) is not None:
         raise ServeFileError(f"{path}: {why}")
     return ServeFile(path, host, port, args)
+
+
+def _check_keys(path: Path, content: dict[str, object]) -> None:
+    """Refuses keys that Ray Serve would leave unread: with `http_option` for `http_options` it
+    would listen on another host than the file says. The file fits Ray's schema."""
+    places = [("", content, ServeDeploySchema)]
+    if isinstance(options := content.get("http_options"), dict):
+        places.append(("http_options.", options, HTTPOptionsSchema))
+    applications = content.get("applications")
+    for index, application in enumerate(applications if isinstance(applications, list) else ()):
+        places.append((f"applications.{index}.", application, ServeApplicationSchema))
+    for place, mapping, schema in places:
+        known = set(schema.model_fields)
+        if unknown := [key for key in mapping if key not in known]:
+            raise ServeFileError(
+                f"{path}: {place}{unknown[0]} is no key of Ray Serve's; known are "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name is not None and key.tag != "tag:yaml.org,2002:merge" and name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {name} stands there twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def refusal(host: str, args: PlatformArgs) -> str | None:

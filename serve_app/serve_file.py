@@ -42,7 +42,7 @@ class ServeFile:
 def read_serve_file(path: Path) -> ServeFile:
     """Returns the checked file. Raises ServeFileError, which names the wrong key."""
     try:
-        content = yaml.load(path.read_text(), _StrictLoader)  # noqa: S506  a SafeLoader
+        content = yaml.load(path.read_text(), _StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ServeFileError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:

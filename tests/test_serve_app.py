@@ -5,6 +5,7 @@ clients that leave, an engine that dies, a registry that moves.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -212,6 +213,15 @@ def test_a_bad_body_has_the_error_shape(
     response = client.post("/v1/completions", content=content, headers=headers)
     assert response.status_code == status
     error_of(response)
+
+
+def test_a_compressed_body_is_refused(client: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = client.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert response.status_code == 415
+    assert "its content-encoding is 'gzip'" in error_of(response)["message"]
+    headers["content-encoding"] = "identity"
+    assert client.post("/v1/completions", content=b"{}", headers=headers).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ CLIENT_CLOSED_REQUEST = 499  # as in nginx; for the metrics only, since the clie
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the raw body. Raises ApiError: 415 unless it is JSON, 413 if it is too long.
+    """Returns the raw body. Raises ApiError: 415 unless it is plain JSON, 413 if it is too long.
 
     A request with neither a content type nor an authorization is refused with 415, too: a web page
     of another origin can send such a request without a CORS preflight.
@@ -40,6 +40,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise ApiError(
             415,
             "The body must be JSON; send the header content-type: application/json.",
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise ApiError(
+            415,
+            f"The body must not be compressed; its content-encoding is {shown(encoding)}.",
             code="unsupported_media_type",
         )
     try:  # the body is complete, see `Arrivals`; Starlette's `body` would keep it

@@ -90,9 +90,7 @@ def parse_json(raw: bytes) -> object:
     if _num_containers(raw) > MAX_CONTAINERS:
         raise _json_error(f"more than {MAX_CONTAINERS} objects and arrays")
     try:
-        value: object = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_checked_object, parse_constant=_refuse_constant
-        )
+        value = strict_json(raw.decode("utf-8"))
         if _SURROGATE_ESCAPE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeError:
@@ -101,6 +99,15 @@ def parse_json(raw: bytes) -> object:
         raise _json_error("nested too deeply") from None
     except ValueError as error:
         raise _json_error(str(error)[:200]) from None
+    return value
+
+
+def strict_json(text: str) -> object:
+    """Returns the value. Raises ValueError for what Python takes and JSON has not, and for a key
+    that an object has twice; RecursionError for deep nesting."""
+    value: object = json.loads(
+        text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant
+    )
     return value
 
 

@@ -7,7 +7,6 @@ refuses the features that it cannot enforce, so that no part of a constraint is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeAlias
 
@@ -16,7 +15,7 @@ from pydantic import PlainValidator
 from engine.grammar_sources import lark_of_choices, without_forcing
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, strict_json
 from serve_app.openai.json_schemas import MAX_SCHEMA_CHARS, grammar_of_schema
 
 MAX_REGEX_CHARS = 4 * 1024
@@ -111,7 +110,7 @@ def _grammar_of_json(value: object, field: str) -> Grammar:
                 f"{field}: at most {MAX_SCHEMA_CHARS} characters are allowed, got {len(value)}."
             )
         try:
-            value = json.loads(value)
+            value = strict_json(value)
         except (ValueError, RecursionError) as error:
             raise FieldError(f"{field}: not a JSON schema: {error}.") from None
     return grammar_of_schema(value, field)

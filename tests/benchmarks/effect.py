@@ -7,7 +7,7 @@
 - tools: the answer calls if a call is right and the right function, calls are well
   formed, arguments are right, with tool_choice "auto"; the base reads the adapter's chat template.
 
-    python -m tests.benchmarks.effect [--prompts 50] [--show 0]
+    python -m tests.benchmarks.effect [--prompts 50] [--show 0] [--kv-cache-dtype fp8]
 """
 
 from __future__ import annotations
@@ -126,11 +126,16 @@ def passes(name: str, base: dict[str, float], adapter: dict[str, float]) -> bool
     return reaches and adapter[effect] >= base[effect] + LEAST_GAIN
 
 
-async def main(count: int, show: int) -> bool:
-    emit_machine("effect")
+async def main(arguments: argparse.Namespace) -> bool:
+    count, show = arguments.prompts, arguments.show
+    settings = {
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+    }
+    emit_machine("effect", **settings)
     folder: Path = convert_base(default_home())
     text = BaseText.from_folder(folder)
-    engine = open_engine(EngineConfig(model_path=str(folder), base_digest="effect"))
+    engine = open_engine(EngineConfig(model_path=str(folder), base_digest="effect", **settings))
     engine.start()
     passed: dict[str, bool] = {}
     figures: dict[str, dict[str, dict[str, float]]] = {}
@@ -200,5 +205,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="for each adapter")
     parser.add_argument("--show", type=int, default=0, help="print the first answers of each")
-    arguments = parser.parse_args()
-    raise SystemExit(not asyncio.run(main(arguments.prompts, arguments.show)))
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    raise SystemExit(not asyncio.run(main(parser.parse_args())))

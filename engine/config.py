@@ -30,8 +30,8 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     num_blocks: int | None = None  # None: from kv_cache_bytes or gpu_memory_utilization
     kv_cache_bytes: int | None = None  # None on CPU: 1 GiB
-    # fp8: keys and values rounded to e4m3, half the bytes of 16 bits; attention computes in float16
-    # and wider. auto: dtype
+    # fp8: keys and values rounded to e4m3, half the bytes of 16 bits; attention computes in 16 bits
+    # or more. auto: dtype
     kv_cache_dtype: KVCacheDtype = "auto"
     # Host memory for KV blocks that leave the device, of all ranks together; 0: none. vLLM's
     # kv_offloading_size, which counts GiB.

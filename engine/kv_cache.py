@@ -87,7 +87,8 @@ def count_blocks(
         wanted = min(room // size - layout.num_null_blocks, config.max_num_seqs * needed)
     if wanted < 1:
         raise UnsupportedModelError(f"no KV block fits: one needs {size} bytes")
-    _warn_of_short_requests(wanted, layout, config, max_model_len, "raise kv_cache_bytes")
+    advice = f"raise kv_cache_bytes{_or_fp8(config)}"
+    _warn_of_short_requests(wanted, layout, config, max_model_len, advice)
     return wanted
 
 
@@ -112,9 +113,14 @@ def plan_kv(
         num_null_blocks=layout.num_null_blocks,
         longest=_long_sequences(layout, max_model_len, needed) if layout.has_windows else None,
     )
-    advice = f"raise gpu_memory_utilization or lower adapter_pool_bytes\n{plan.table()}"
+    advice = "raise gpu_memory_utilization or lower adapter_pool_bytes"
+    advice += f"{_or_fp8(config)}\n{plan.table()}"
     _warn_of_short_requests(plan.num_blocks, layout, config, max_model_len, advice)
     return plan
+
+
+def _or_fp8(config: EngineConfig) -> str:
+    return ", or use kv_cache_dtype: fp8" if config.kv_cache_dtype == "auto" else ""
 
 
 def block_bytes(model: ModelConfig, layout: KVLayout, dtype: torch.dtype) -> int:

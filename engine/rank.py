@@ -7,6 +7,7 @@ are measured and captured have exchanges.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -84,6 +85,7 @@ class Rank:
         self.empty: EmptyDevice | None = None  # of a CUDA device
         self.weight_bytes = 0  # on a CUDA device, with the rotary tables
         self._exchange_bytes = 0
+        self._library_bytes = 0  # kept by libraries since calls before the steps were measured
 
     @property
     def limits(self) -> StepLimits:
@@ -127,6 +129,22 @@ class Rank:
         if self.is_cuda:
             self.weight_bytes += self.model.table_bytes
 
+    @torch.inference_mode()
+    def count_libraries(self, call: Callable[[], object]) -> None:
+        """Runs a call before the steps are measured, and counts the memory that libraries keep of
+        it: their first use within a step would otherwise be measured there."""
+        if not self.is_cuda:
+            call()
+            return
+        held = []
+        for run in (None, call):
+            if run is not None:
+                run()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            held.append(allocated_bytes(self.device) + outside_bytes(self.device))
+        self._library_bytes = max(0, held[1] - held[0])
+
     def allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(
             self.model_config, self.layout, num_blocks, self.kv_dtype, self.device
@@ -169,7 +187,7 @@ class Rank:
         with explain_out_of_memory(
             "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
         ):
-            activations = self._exchange_bytes
+            activations = self._exchange_bytes + self._library_bytes
             activations += peak_bytes(self.device, lambda: load_kernels(calls))
             activations += peak_bytes(self.device, lambda: run_step(steps, batch))
             if isinstance(steps, DeviceSteps):

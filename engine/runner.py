@@ -122,9 +122,7 @@ class ModelRunner:
         self.adapters = self._make_pool(config)
         if self.group is not None:
             self.group.send({"pool_bytes": self._pool_bytes})
-        if config.kv_cache_dtype != "auto" and self.group is None:
-            check_kv_rounding(self.model_config, self._weights, self.adapters, rank.kv_dtype)
-            self.free_cache()
+        self._check_kv_rounding(config)
         self.num_blocks = (
             self._blocks_on_device(config, calls) if rank.is_cuda else self._blocks_on_cpu(config)
         )
@@ -257,6 +255,25 @@ class ModelRunner:
                 budgets.host_bytes,
                 max_list=max_list,
                 has_affine=config.affine_adapters,
+            )
+
+    def _check_kv_rounding(self, config: EngineConfig) -> None:
+        if config.kv_cache_dtype == "auto":
+            return
+        if self.group is not None:
+            logger.warning(
+                "kv_cache_dtype is %s and tensor_parallel_size is %d: the base is not compared "
+                "with itself; one rank refuses a base that this type changes too much",
+                config.kv_cache_dtype,
+                self.group.size,
+            )
+            return
+        rank = self._rank
+        with explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")):
+            rank.count_libraries(
+                lambda: check_kv_rounding(
+                    rank.model, self.adapters, rank.kv_dtype, self.max_model_len
+                )
             )
 
     def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:

@@ -78,9 +78,10 @@ class E4m3Rows:
 
 def to_cached(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds keys or values to the type of their cache: in e4m3, magnitudes above 448 become 448.
-    NaN stays NaN."""
+    NaN stays NaN, and infinity becomes NaN: an overflow shows, as in other types."""
     if dtype == E4M3:
-        x = x.clamp(-LARGEST, LARGEST)  # torch's cast would make NaN of them
+        # torch's cast would make NaN of all that is too large.
+        x = torch.where(x.isinf(), torch.nan, x.clamp(-LARGEST, LARGEST))
     return x.to(dtype)
 
 

@@ -40,9 +40,10 @@ def to_e4m3(x, EXACT: tl.constexpr):
 @triton.jit
 def to_cached(x, TYPE: tl.constexpr):
     """Rounds keys or values x [...] to the type of their cache: in e4m3, magnitudes above 448
-    become 448. NaN stays NaN."""
+    become 448. NaN stays NaN, and infinity becomes NaN: an overflow shows, as in other types."""
     if tl.float8e4nv == TYPE:
         x = x.to(tl.float32)
+        x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
         if not _EXACT:  # a device's cast saturates by itself
             x = tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x))
         return to_e4m3(x, _EXACT)

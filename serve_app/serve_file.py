@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.config import IngressArgs, PlatformArgs, check_routers, in_words
@@ -82,7 +82,7 @@ def read_serve_file(path: Path) -> ServeFile:
 def _check_keys(path: Path, content: dict[str, object]) -> None:
     """Refuses keys that Ray Serve would leave unread: with `http_option` for `http_options` it
     would listen on another host than the file says. The file fits Ray's schema."""
-    places = [("", content, ServeDeploySchema)]
+    places: list[tuple[str, dict[Any, Any], type[BaseModel]]] = [("", content, ServeDeploySchema)]
     if isinstance(options := content.get("http_options"), dict):
         places.append(("http_options.", options, HTTPOptionsSchema))
     applications = content.get("applications")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from engine.checks.kv_rounding import check_kv_rounding
+from engine.checks.kv_rounding import KVChange, check_kv_rounding, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import UnsupportedModelError
@@ -29,10 +29,11 @@ from tests.engine_helpers import (
     random_prompt,
     run_mixed,
 )
-from tests.kv_host_helpers import answers_in_turns
+from tests.kv_host_helpers import always_copies, answers_in_turns
 
 PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate((5, 31, 12))]
 NUM_TOKENS = 16
+GREEDY_FEW = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 
 
 class RoundedCache(DynamicCache):
@@ -86,6 +87,8 @@ def tokens_of(base: Path, **changes: object) -> list[tuple[int, ...]]:
     runner = make_runner(base, kv_cache_dtype="fp8", **changes)
     runner.load_adapter("a", base.parent / "a")
     engine = Engine(config_of(runner), runner)
+    if runner.kv_copies is not None:
+        always_copies(engine)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=3)
     found = answers_in_turns(engine, PROMPTS, params, 2)
     for i, prompt in enumerate(PROMPTS):
@@ -95,6 +98,8 @@ def tokens_of(base: Path, **changes: object) -> list[tuple[int, ...]]:
         for output in engine.step().outputs:
             assert output.error is None
             by_request[output.request_id] = by_request.get(output.request_id, ()) + output.token_ids
+    if runner.kv_copies is not None:
+        assert engine.load().kv_host.loaded_bytes > 0
     runner.close()
     return [*found, *(by_request[f"a {i}"] for i in range(len(PROMPTS)))]
 
@@ -142,7 +147,7 @@ def test_a_base_whose_keys_are_mostly_bias_is_refused(
             tensor.mul_(300)
     save_file(tensors, file, metadata={"format": "pt"})
     make_runner(folder)
-    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*mean KL.*use auto"):
+    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*median KL.*use auto"):
         make_runner(folder, kv_cache_dtype="fp8")
 
 
@@ -155,8 +160,41 @@ def test_old_devices_are_refused(base: Path) -> None:
 
 def test_the_change_is_measured_on_both_caches(base: Path) -> None:
     runner = make_runner(base)
-    same = check_kv_rounding(runner.model_config, runner._weights, runner.adapters, torch.float32)
-    assert same.max_delta == 0
-    other = check_kv_rounding(runner.model_config, runner._weights, runner.adapters, E4M3)
-    assert 0 < other.mean_kl < 0.1
-    assert other.num_positions == 256
+    same = check_kv_rounding(runner._model, runner.adapters, torch.float32, 4096)
+    assert same == KVChange(256, 0, 0, 0.0, 0.0)
+    other = check_kv_rounding(runner._model, runner.adapters, E4M3, 4096)
+    assert 0 < other.median_kl < 0.1
+    assert 0 < other.argmax_changed < 0.5
+    assert measure_kv_rounding(runner._model, runner.adapters, E4M3, 3).num_positions == 6
+
+
+def test_a_base_without_finite_logits_is_refused_by_the_setting(tmp_path: Path) -> None:
+    folder = make_base(tmp_path / "base")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][17] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    make_runner(folder)  # requests that meet the token fail alone
+    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*of 256 random tokens"):
+        make_runner(folder, kv_cache_dtype="fp8")
+
+
+def test_several_ranks_are_not_compared_and_say_so(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=2)
+    try:
+        assert "tensor_parallel_size is 2: the base is not compared with itself" in caplog.text
+        tokens = answers_in_turns(Engine(config_of(runner), runner), PROMPTS, GREEDY_FEW, 1)
+    finally:
+        runner.close()
+    alone = make_runner(base, kv_cache_dtype="fp8")
+    assert answers_in_turns(Engine(config_of(alone), alone), PROMPTS, GREEDY_FEW, 1) == tokens
+
+
+def test_an_overflow_shows() -> None:
+    beyond = torch.tensor([1e9, -1e9, float("inf"), -float("inf"), float("nan"), 448.0])
+    found = to_cached(beyond, E4M3).float()
+    torch.testing.assert_close(
+        found, torch.tensor([448.0, -448.0, *[float("nan")] * 3, 448.0]), equal_nan=True
+    )

@@ -36,6 +36,15 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
+# A cache in e4m3.
+E4M3: dict[str, dict[str, object]] = {
+    "e4m3": {"E4M3": True},
+    "e4m3, a window, small heads": {"E4M3": True, "WINDOW": 128, "HEAD_DIM": 64},
+}
+# Bytes of shared memory of a multiprocessor for programs, each of which has 1 KB more.
+SHARED = 228 * 1024
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -44,18 +53,23 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def decode(variant: dict[str, object]) -> str:
     from kernels.gluon_decode_attention import BLOCK_N, _decode_kernel
 
+    heads = 128 // int(str(variant.get("HEAD_DIM", 128)))
     sizes = {"BLOCK_N": BLOCK_N, "STAGES": 3, "STAGED": 0, "MAX_SPLITS": 16, "HAS_QUERIES": False}
     sizes |= variant
+    if sizes.pop("E4M3", False):
+        sizes |= {"STAGES": 2 * heads, "STAGED": 3 * heads}
     if not variant["WINDOW"] and not sizes["HAS_QUERIES"]:
         sizes["kv_lens_ptr"] = None
-    return compiled(_decode_kernel, 64, BLOCK_N, sizes, maxnreg=128)
+    return compiled(_decode_kernel, 64, BLOCK_N, sizes, most_shared=SHARED // 2, maxnreg=128)
 
 
 def prefill(variant: dict[str, object]) -> str:
     from kernels.gluon_prefill_attention import BLOCK_N, STAGES, _prefill_kernel
 
     sizes = {"BLOCK_N": BLOCK_N, "STAGES": STAGES, "STAGED": 0, "TILE_ROWS": 128, **variant}
-    return compiled(_prefill_kernel, 16, BLOCK_N, sizes)
+    if sizes.pop("E4M3", False):
+        sizes["STAGED"] = 1
+    return compiled(_prefill_kernel, 16, BLOCK_N, sizes, most_shared=SHARED)
 
 
 def test_decode_compiles() -> None:
@@ -74,10 +88,10 @@ def test_prefill_compiles() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "changes"),
-    [(kernel, changes) for kernel in (decode, prefill) for changes in VARIANTS.values()]
-    + [(decode, changes) for changes in QUERIES.values()],
-    ids=[f"{kernel}-{name}" for kernel in ("decode", "prefill") for name in VARIANTS]
-    + [f"decode-{name}" for name in QUERIES],
+    [(kernel, changes) for kernel in (decode, prefill) for changes in (VARIANTS | E4M3).values()]
+    + [(decode, changes) for changes in (*QUERIES.values(), {"E4M3": True, "HAS_QUERIES": True})],
+    ids=[f"{kernel}-{name}" for kernel in ("decode", "prefill") for name in VARIANTS | E4M3]
+    + [f"decode-{name}" for name in (*QUERIES, "e4m3, queries")],
 )
 def test_variants_of_families_compile(
     kernel: Callable[[dict[str, object]], str], changes: dict[str, object]
@@ -89,11 +103,19 @@ def test_variants_of_families_compile(
     assert "wgmma.mma_async" in ptx
     # The quotient of a cap's tanh; the window needs none.
     assert (ptx.count("div.full.f32") > 32) == bool(variant["SOFT_CAP"])
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == bool(variant.get("E4M3"))
 
 
 def compiled(
-    kernel: object, page: int, block_n: int, sizes: dict[str, object], **options: int
+    kernel: object,
+    page: int,
+    block_n: int,
+    sizes: dict[str, object],
+    *,
+    most_shared: int,  # bytes
+    **options: int,
 ) -> str:
+    """Compiles a kernel that fits the shared memory of a multiprocessor as often as it has to."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
@@ -119,4 +141,5 @@ def compiled(
     built = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}
     )
+    assert built.metadata.shared + 1024 <= most_shared
     return str(built.asm["ptx"])

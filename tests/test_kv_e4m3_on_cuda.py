@@ -37,8 +37,8 @@ pytestmark = [
     ),
 ]
 # Of log-probabilities. A key that rounds to another bfloat16 can round to another e4m3, 16 times
-# coarser.
-TOLERANCE = 0.6
+# coarser. Tokens are the same up to near ties.
+TOLERANCE = 0.3
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

@@ -36,9 +36,15 @@ _BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 
 
 class Probe:
-    def __init__(self, config: ModelConfig, weights: Weights, pool: AdapterPool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        pool: AdapterPool,
+        model: Model | None = None,  # of an engine; None: one with its own tables of angles
+    ) -> None:
         self._config = config
-        self._model = Model(config, weights, config.usual_len)
+        self._model = model or Model(config, weights, config.usual_len)
         self._pool = pool
 
     @torch.inference_mode()
@@ -67,19 +73,22 @@ class Probe:
         return replace(change, noise=noise)
 
     @torch.inference_mode()
-    def compare_kv(self, prompts: Sequence[Sequence[int]], kv_dtype: torch.dtype) -> LogitChange:
-        """Compares the base with itself, its keys and values in this type."""
+    def with_both_caches(
+        self, prompts: Sequence[Sequence[int]], kv_dtype: torch.dtype
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the base's logits, [rows, V] float32 at a time, with keys and values in the type
+        of the activations and in this one."""
         without = requests(prompts, None)
-        exact, rounded = self.run(without), self.run(without, kv_dtype)
-        pairs = zip(exact(), rounded(), strict=True)
-        return _join(len(prompts), [compare_rows(x, y) for x, y in pairs])
+        exact, rounded = self.run(without, self._pool.dtype), self.run(without, kv_dtype)
+        yield from zip(exact(), rounded(), strict=True)
 
     @torch.inference_mode()
     def run(
         self, of: Sequence[Request], kv_dtype: torch.dtype | None = None
     ) -> Callable[[], Iterator[torch.Tensor]]:
         """Runs the prompts of all requests in one step and returns a function of the logits,
-        [rows, V] float32 at a time. `kv_dtype` None: that of the activations."""
+        [rows, V] float32 at a time. `kv_dtype` None: that of the activations, and rows of the base
+        that are not finite raise UnsupportedModelError."""
         parts = []
         num_blocks = 0
         for request in of:
@@ -95,15 +104,15 @@ class Probe:
         every = replace(inputs, logit_rows=None, host_logit_rows=tuple(range(num_rows)))
         # Every key is kept: the layers are one group.
         layout = kv_layout((None,) * self._config.num_layers, _BLOCK_SIZE, self._config.usual_len)
-        kv_dtype = kv_dtype or pool.dtype
-        kv = allocate_kv_cache(self._config, layout, num_blocks, kv_dtype, pool.device)
+        held = kv_dtype or pool.dtype
+        kv = allocate_kv_cache(self._config, layout, num_blocks, held, pool.device)
         hidden = self._model.forward(every, kv, pool)
         is_base = all(request.adapter is None for request in of)
 
         def logits() -> Iterator[torch.Tensor]:
             for first in range(0, num_rows, _ROWS):
                 rows = self._model.logits(hidden[first : first + _ROWS], every, first, pool)
-                if is_base and kv_dtype == pool.dtype and not bool(rows.isfinite().all()):
+                if is_base and kv_dtype is None and not bool(rows.isfinite().all()):
                     raise UnsupportedModelError(
                         f"without any adapter the base gives NaN or infinite logits in {pool.dtype}"
                     )

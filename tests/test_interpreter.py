@@ -17,8 +17,9 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreter"
 
 
-# The start of a process with transformers and PEFT takes ten seconds: files share four of them.
-NUM_PROCESSES = 4
+# The start of a process with transformers and PEFT takes ten seconds: files share two of them, of
+# half a minute each.
+NUM_PROCESSES = 2
 FILES = sorted(FOLDER.glob("test_*.py"))
 SHARES = [FILES[number::NUM_PROCESSES] for number in range(NUM_PROCESSES)]
 

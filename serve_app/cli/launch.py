@@ -51,8 +51,8 @@ _HAPROXY_DRAIN_S = 2
 # The limit for a client that neither sends the rest of its request nor reads; a client that waits
 # for an answer is not affected. Serve's default of an hour would keep idle connections that long.
 _HAPROXY_CLIENT_S = 30
-# After SIGINT Serve drains its replicas, then Ray stops: 5.5 s without requests in flight. SIGTERM
-# ends all others within 0.6 s, but Ray's two agents ignore it when their raylet is gone.
+# After SIGINT Serve drains its replicas: 1.5 s without requests in flight. SIGTERM ends all others
+# within 0.6 s, but Ray's two agents ignore it when their raylet is gone.
 GENTLE_S, _FIRM_S, _KILL_S = 30.0, 3.0, 8.0
 
 
@@ -203,10 +203,12 @@ def stop(
     """Returns when no process of the session is left and the temp folder is gone. Serve has
     `gentle_s` seconds to end its replicas and the requests that are open there."""
     session = child.process.pid
+    remaining = [(signal.SIGTERM, _FIRM_S), (signal.SIGKILL, _KILL_S)]
     if not child.has_ended():
         child.process.send_signal(signal.SIGINT)
-        _wait_for(child.has_ended, gentle_s, is_impatient)
-    for number, patience_s in ((signal.SIGTERM, _FIRM_S), (signal.SIGKILL, _KILL_S)):
+        if _wait_for(child.has_ended, gentle_s, is_impatient):
+            del remaining[0]  # Serve has stopped: only Ray's own processes are left
+    for number, patience_s in remaining:
         for pid in session_processes(session):
             _send(pid, number)
         # The poll reaps the child itself: a zombie must not be waited for.

@@ -9,10 +9,14 @@ command that started the server is killed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from pathlib import Path
 
 from serve_app.logs import JsonStream, RotatingOutput
+
+_LAST_LINES_S = 0.3  # until Ray has forwarded the last lines of replicas to the log
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +36,17 @@ def main(arguments: list[str] | None = None) -> None:
     from ray.serve.scripts import cli
 
     ray.init("local", namespace=SERVE_NAMESPACE, include_dashboard=False)
-    cli(["run", str(given.config)])
+    try:
+        cli(["run", str(given.config)])
+    except SystemExit as end:
+        if end.code:
+            raise
+    # Serve has stopped. Ray would now end its own processes one after the other, in 3 s; they hold
+    # nothing, and `launch.stop` ends them at once.
+    time.sleep(_LAST_LINES_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -370,6 +370,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,  # at Serve's default of 2 s it would always be killed
         logging_config={"enable_access_log": False},  # a line per report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )

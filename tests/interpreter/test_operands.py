@@ -75,7 +75,7 @@ def facts(operator: Operator, left: Any, right: Any) -> tuple[object, ...]:
 @pytest.mark.filterwarnings("ignore")  # NumPy's, of shifts and overflows, and Triton's
 @pytest.mark.parametrize("name", sorted(TRITONS))
 def test_an_operator_gives_what_triton_gives(name: str) -> None:
-    """Beside every type, in five shapes, and beside numbers."""
+    """Compares them beside every type, in five shapes, and beside numbers."""
 
     def slow(left: Any, right: Any) -> Any:
         return TRITONS[name](left, right, _semantic=interpreter.interpreter_semantic)

@@ -47,7 +47,7 @@ from serve_app.home import prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
-_SHORT_S = 8.0  # Serve needs 5.5 without requests
+_SHORT_S = 8.0  # Serve needs 1.5 without requests
 _SHOWN_LOG_LINES = 25
 # The migrations of a new SQLite registry last seconds, longer on a loaded machine.
 _REGISTRY_WAIT_S = 10.0

@@ -7,6 +7,7 @@ The fixtures import what they start: Ray, torch and MLflow take each pytest eigh
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -129,6 +130,10 @@ hypothesis.settings.load_profile("shared")
 # Each client of httpx, hence each `httpx.get`, would read the authorities' certificates anew: 40 ms
 # of a core, for requests without TLS, too.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
+# tests/startup/sitecustomize.py, for the processes that tests start, workers of pytest-xdist too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")))
+)
 _ORDER = {stem: place for place, stem in enumerate(_FIRST)}
 
 
@@ -161,6 +166,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for fixture in fixtures:
             if fixture in _MARKERS:
                 item.add_marker(_MARKERS[fixture])
+
+
+def pytest_collection_finish() -> None:
+    """Exempts what is imported and collected by now from each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,9 +10,8 @@ TORCH := torch==2.13.0
 TORCH_INDEX ?=
 GOAL := $(or $(firstword $(MAKECMDGOALS)),serve)
 INSTALL = $(BIN)/python .ci/pip_install.py -c $(LOCK)
-# Processes that share the tests: tests/conftest.py. With three on two cores of a new machine, whose
-# disk has the packages not in memory yet, a start of Ray passed the 30 s that Ray allows.
-JOBS ?= 2
+# Processes that share the tests: tests/conftest.py. The third has the time in which servers wait.
+JOBS ?= 3
 # Threads of torch that wait would spin: with a process on each core, that is half of the time.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)
 MYPY = $(BIN)/mypy serve_app engine lora kernels registry

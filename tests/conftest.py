@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import time
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import httpx
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # The markers of tests that use these fixtures.
 _MARKERS = {"serve_port": pytest.mark.serve, "demo_home": pytest.mark.slow}
@@ -122,6 +124,24 @@ _SHARED_SERVE = (
 )
 # Files of which each test is long and starts all that it needs.
 _APART = ("test_interpreter", "test_notebooks")
+# Files beside the shared Serve that start servers, or wait for most of their time.
+_SERVERS = (
+    "test_end_to_end",
+    "test_notebooks",
+    "test_adversary",
+    "test_serve_launch",
+    "test_serve_haproxy",
+    "test_serve_cached_registry",
+    "test_serve_effect",
+    "test_serve_front",
+    "test_serve_generation",
+    "test_serve_hostile_registry",
+    "test_serve_stream",
+    "test_registry_postgres",
+    "test_registry_server",
+    "test_engine_ranks",
+    "test_benchmark_soak",
+)
 # Of test_serve_launch only two tests are long, and these carry the marker `serve`.
 _FIRST = (*_SHARED_SERVE, *_SLOW_FILES[:4], "test_serve_launch", *_SLOW_FILES[4:])
 # Hypothesis would fail an example of more than 200 ms, which shares a core with others here.
@@ -137,14 +157,39 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 _ORDER = {stem: place for place, stem in enumerate(_FIRST)}
 
 
+_SHARED = "the shared Serve"
+# A file in the folder that processes share, once the shared Serve runs.
+_SERVE_RUNS = "serve-runs"
+
+
+def _fills_pauses(worker: str) -> bool:
+    """Returns True for pytest's processes beyond the number of cores. Servers spend half of their
+    tests waiting: such a process runs other tests meanwhile, and leaves the cores to servers."""
+    return int(worker.removeprefix("gw")) >= len(os.sched_getaffinity(0))
+
+
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 class SharedTests(LoadScopeScheduling):
     """A file's tests run in order in one process; a process that is free takes the next file."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        fills_pauses = _fills_pauses(node.gateway.id)
+        for scope in self.workqueue:
+            is_server = scope == _SHARED or Path(scope.partition("::")[0]).stem in _SERVERS
+            if is_server != fills_pauses:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         stem = Path(file).stem
         if stem in _SHARED_SERVE:
-            return "the shared Serve"
+            return _SHARED
         return nodeid if stem in _APART else file
 
 
@@ -168,6 +213,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(_MARKERS[fixture])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patience(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lets a process that fills pauses begin when the shared Serve runs. Its imports took the disk
+    of a new machine, which has no package in memory yet, and Ray's start passed its limit of 30 s.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not _fills_pauses(worker):
+        return
+    os.nice(10)
+    is_started = any("serve_port" in getattr(i, "fixturenames", ()) for i in request.session.items)
+    marker, deadline_s = _shared_folder(tmp_path_factory) / _SERVE_RUNS, time.monotonic() + 120
+    while is_started and not marker.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+
+
 def pytest_collection_finish() -> None:
     """Exempts what is imported and collected by now from each later collection of garbage."""
     gc.collect()
@@ -189,11 +249,12 @@ def pytest_runtest_teardown(
 
 
 @pytest.fixture(scope="session")
-def serve_port() -> Iterator[int]:
+def serve_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a running Serve's HTTP proxy on 127.0.0.1, without an application."""
     from tests.serve_rig import running_serve
 
     with running_serve() as port:
+        (_shared_folder(tmp_path_factory) / _SERVE_RUNS).touch()
         yield port
 
 
@@ -202,8 +263,7 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home in which the demo is prepared and registered, for all processes of this session."""
     from tests.demo_server import run_cli
 
-    own = tmp_path_factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    shared = _shared_folder(tmp_path_factory)
     folder, is_prepared = shared / "demo-home", shared / "demo-home-is-prepared"
     with (shared / "demo-home.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

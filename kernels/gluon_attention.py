@@ -29,6 +29,8 @@ _KINDS = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+# Warps that widen e4m3. With the warp that fetches they are one warpgroup: with four, the attending
+# warps had fewer registers, and 64 x 4,096 keys took 200 us instead of 175 on an H200.
 WIDENERS = gl.constexpr(2)
 
 

@@ -29,6 +29,7 @@ from ray.serve.config import HTTPOptions
 from registry.catalog import Catalog
 from serve_app.app import build_with
 from serve_app.cli.launch import SERVE_SETTINGS
+from serve_app.cli.serve_child import start_ray
 from serve_app.config import (
     ADMIN_TOKEN,
     FRONT_LIMITS,
@@ -95,11 +96,9 @@ def running_serve() -> Iterator[int]:
     # The logs of workers are not printed here, and looking for news in hundreds costs 80 s.
     start_log_monitor, Node.start_log_monitor = Node.start_log_monitor, lambda self: None
     try:
-        ray.init(
-            "local",
+        start_ray(
             num_cpus=2,
             num_gpus=0,
-            include_dashboard=False,
             log_to_driver=False,
             object_store_memory=128 * 1024**2,
             _temp_dir=folder,

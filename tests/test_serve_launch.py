@@ -23,6 +23,7 @@ from serve_app.cli import launch
 from serve_app.cli import main as cli
 from serve_app.cli.commands import serve
 from serve_app.cli.drain import drain
+from serve_app.cli.serve_child import start_ray
 from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
@@ -241,6 +242,34 @@ def test_a_registry_that_says_nothing_does_not_hold_up_the_check(
         stored_catalog_file(home / "cache", uri).write(stored)
         serve._check_bases(wanted)
     assert "starts with the last catalog that was stored here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_starts"),
+    [
+        ((), 1),
+        (("The current node timed out during startup. This could",), 2),
+        (("The current node timed out during startup.",) * 2, 2),
+        (("no such file",), 1),
+    ],
+)
+def test_ray_gets_a_second_start_if_its_time_limit_was_too_short(
+    errors: tuple[str, ...], num_starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[dict[str, object]] = []
+
+    def init(address: str, **options: object) -> None:
+        starts.append({"address": address, **options})
+        if len(starts) <= len(errors):
+            raise Exception(errors[len(starts) - 1])
+
+    monkeypatch.setattr("ray.init", init)
+    if len(errors) >= num_starts:
+        with pytest.raises(Exception, match=errors[-1]):
+            start_ray(num_cpus=1)
+    else:
+        start_ray(num_cpus=1)
+    assert starts == [{"address": "local", "include_dashboard": False, "num_cpus": 1}] * num_starts
 
 
 def test_failed_application_is_found_in_the_log() -> None:

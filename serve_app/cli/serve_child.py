@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from serve_app.logs import JsonStream, RotatingOutput
 
@@ -31,11 +32,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr = JsonStream(sys.stderr)
     print(f"Starting Ray for {given.config}", flush=True)
     # Only now: Ray's loggers keep the standard error stream that exists at their import.
-    import ray
     from ray.serve._private.constants import SERVE_NAMESPACE
     from ray.serve.scripts import cli
 
-    ray.init("local", namespace=SERVE_NAMESPACE, include_dashboard=False)
+    start_ray(namespace=SERVE_NAMESPACE)
     try:
         cli(["run", str(given.config)])
     except SystemExit as end:
@@ -47,6 +47,24 @@ def main(arguments: list[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def start_ray(**options: Any) -> None:
+    """Starts a Ray of this machine alone, without its dashboard.
+
+    Ray waits 30 s for its first processes, without a setting for it. A machine that has none of
+    their files in memory yet can need longer; a second start then finds them. Ray ends those of the
+    first start with this process.
+    """
+    import ray
+
+    try:
+        ray.init("local", include_dashboard=False, **options)
+    except Exception as error:  # Ray has no type for it
+        if "timed out during startup" not in str(error):
+            raise
+        print("Ray did not start within its limit of 30 s; starting it once more", flush=True)
+        ray.init("local", include_dashboard=False, **options)
 
 
 if __name__ == "__main__":

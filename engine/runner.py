@@ -263,7 +263,7 @@ class ModelRunner:
         if self.group is not None:
             logger.warning(
                 "kv_cache_dtype is %s and tensor_parallel_size is %d: the base is not compared "
-                "with itself; one rank refuses a base that this type changes too much",
+                "with itself; an engine of one rank refuses a base that this type changes too much",
                 config.kv_cache_dtype,
                 self.group.size,
             )

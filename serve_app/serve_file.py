@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,8 @@ def read_serve_file(path: Path) -> ServeFile:
         content = yaml.load(path.read_text(), _StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ServeFileError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ServeFileError(f"{path} cannot be read: it is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ServeFileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -100,16 +101,19 @@ def _check_keys(path: Path, content: dict[str, object]) -> None:
 class _StrictLoader(yaml.SafeLoader):
     """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Not in `construct_mapping`: keys that are merged by << are in the nodes there.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else None
-            if name is not None and key.tag != "tag:yaml.org,2002:merge" and name in seen:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {name} stands there twice", key.start_mark
+                    None, None, f"the key {key.value} stands there twice", key.start_mark
                 )
-            seen.add(name)
-        return super().construct_mapping(node, deep)
+            seen.add((key.tag, key.value))
+        return node
 
 
 def refusal(host: str, args: PlatformArgs) -> str | None:

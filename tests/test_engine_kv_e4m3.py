@@ -147,7 +147,9 @@ def test_a_base_whose_keys_are_mostly_bias_is_refused(
             tensor.mul_(300)
     save_file(tensors, file, metadata={"format": "pt"})
     make_runner(folder)
-    with pytest.raises(UnsupportedModelError, match=r"kv_cache_dtype is fp8.*median KL.*use auto"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"kv_cache_dtype is fp8.*median KL.*use kv_cache_dtype: auto"
+    ):
         make_runner(folder, kv_cache_dtype="fp8")
 
 

@@ -220,8 +220,13 @@ def test_a_compressed_body_is_refused(client: httpx.Client) -> None:
     response = client.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
     assert response.status_code == 415
     assert "its content-encoding is 'gzip'" in error_of(response)["message"]
-    headers["content-encoding"] = "identity"
-    assert client.post("/v1/completions", content=b"{}", headers=headers).status_code == 400
+    for value, status in (("identity", 400), ("identity, identity", 400), ("identity, br", 415)):
+        headers["content-encoding"] = value
+        answer = client.post("/v1/completions", content=b"{}", headers=headers)
+        assert answer.status_code == status
+    twice = [("content-type", "application/json"), ("content-encoding", "identity")]
+    twice.append(("content-encoding", "gzip"))
+    assert client.post("/v1/completions", content=b"{}", headers=twice).status_code == 415
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,29 @@ def test_bad_file_is_refused_with_place_and_reason(
         read_serve_file(write_file(tmp_path, 8123, old, new))
 
 
+def test_merged_keys_may_be_replaced(tmp_path: Path) -> None:
+    """A chain of merges, of which the deeper mapping is read later than the one that uses it."""
+    chain = """logging_config: {<<: *loud, encoding: JSON}
+applications:
+  - name: other
+    route_prefix: /other
+    import_path: a:b
+    logging_config: &quiet {log_level: WARNING, enable_access_log: false}
+  - name: third
+    route_prefix: /third
+    import_path: a:b
+    logging_config: &loud {<<: *quiet, log_level: DEBUG}
+"""
+    path = write_file(tmp_path, 8123)
+    head, rest = path.read_text().split("applications:\n")
+    top, apps = chain.split("applications:\n")
+    path.write_text(f"{head}applications:\n{apps}{rest}{top}")
+    assert read_serve_file(path).port == 8123
+    path.write_text("a: " + "[" * 3000)
+    with pytest.raises(ServeFileError, match="nested too deeply"):
+        read_serve_file(path)
+
+
 def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServeFileError, match="cannot be read"):
         read_serve_file(tmp_path / "nowhere.yaml")

@@ -50,16 +50,17 @@ def check_kv_rounding(
         raise UnsupportedModelError(
             f"kv_cache_dtype is fp8: the base cannot be compared with itself, because "
             f"{change.num_without} of {change.num_positions} random tokens have no finite logits "
-            f"in {pool.dtype} with auto either; use auto"
+            f"in {pool.dtype} with auto either; use kv_cache_dtype: auto"
         )
     found = (
         f"a median KL of {change.median_kl:.4f} nats, another greedy token at "
         f"{change.argmax_changed:.1%} of {change.num_positions} positions"
     )
+    lost = f", {change.num_lost} without finite logits" if change.num_lost else ""
     if change.num_lost or change.median_kl > _MAX_KL:
         raise UnsupportedModelError(
-            f"kv_cache_dtype is fp8, which changes this base too much on random tokens: {found}, "
-            f"{change.num_lost} positions without finite logits; use auto"
+            f"kv_cache_dtype is fp8, which changes this base too much on random tokens: {found}"
+            f"{lost}; use kv_cache_dtype: auto"
         )
     logger.info("keys and values in FP8 change the base on random tokens by %s", found)
     return change

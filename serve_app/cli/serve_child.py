@@ -26,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--log", type=Path, required=True, help="the file that is standard output")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     given = parser.parse_args(arguments)
+    launcher = os.getppid()
     RotatingOutput(given.log).start()
     if given.log_format == "json":
         sys.stdout = JsonStream(sys.stdout)
@@ -41,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     except SystemExit as end:
         if end.code:
             raise
+    if os.getppid() != launcher:  # killed: Ray itself ends its processes
+        return
     # Serve has stopped. Ray would now end its own processes one after the other, in 3 s; they hold
     # nothing, and `launch.stop` ends them at once.
     time.sleep(_LAST_LINES_S)

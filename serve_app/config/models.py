@@ -62,9 +62,10 @@ class EngineArgs(Args):
     `gpu_memory_utilization` leaves."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """The type of keys and values in the KV cache. `auto`: `dtype`. `fp8`: e4m3, rounded as they
-    are written: twice the tokens of 16 bits, attention reads half the bytes, and outputs differ a
-    little. At the start the base is run on random tokens with both types and refused if it changes
-    too much; several ranks are not compared. On CUDA it needs compute capability 8.9."""
+    are written: twice the tokens of 16 bits, and attention reads half the bytes. Outputs differ,
+    those of small bases visibly, and can depend on the other requests of a step and on drafts. At
+    the start the base is run on random tokens with both types and refused if it changes too much;
+    several ranks are not compared. On CUDA it needs compute capability 8.9."""
     kv_host_bytes: Bytes = Field(default=0)
     """The host memory for KV blocks that leave the device, page-locked on CUDA: prefixes are loaded
     from it instead of computed, and preempted requests return from it. All ranks together, which
@@ -91,9 +92,10 @@ class EngineArgs(Args):
     answers in fewer steps."""
     speculation: SpeculationMode = "off"
     """Drafts: what followed the newest tokens in earlier text of the same adapter and tenant is
-    verified in one step. The answers are the same, in fewer steps. `auto`: where it is expected to
-    save time, by the acceptance of drafts and the cost of steps, both measured; `suffix`: wherever
-    earlier text matches. A request's field `speculation` replaces it, unless it is `off`."""
+    verified in one step. The answers are the same, in FP8 up to its rounding. `auto`: where it is
+    expected to save time, by the acceptance of drafts and the cost of steps, both measured;
+    `suffix`: wherever earlier text matches. A request's field `speculation` replaces it, unless it
+    is `off`."""
     num_speculative_tokens: int = Field(default=8, ge=1, le=32)
     """The most tokens of a draft."""
     suffix_cache_bytes: Bytes = 64 * 1024 * 1024

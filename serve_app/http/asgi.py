@@ -42,11 +42,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             "The body must be JSON; send the header content-type: application/json.",
             code="unsupported_media_type",
         )
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = ", ".join(request.headers.getlist("content-encoding"))
+    if any(part.strip().lower() not in ("", "identity") for part in encoding.split(",")):
         raise ApiError(
             415,
-            f"The body must not be compressed; its content-encoding is {shown(encoding)}.",
+            f"The body must be sent without an encoding; its content-encoding is "
+            f"{shown(encoding)}.",
             code="unsupported_media_type",
         )
     try:  # the body is complete, see `Arrivals`; Starlette's `body` would keep it

@@ -334,7 +334,12 @@ def test_ctrl_c_stops_the_answer_not_the_program(
 ) -> None:
     type_lines(monkeypatch, "Go on and on", "/system x", "/quit")
     served.on_endless = lambda: os.kill(os.getpid(), signal.SIGINT)
-    assert run("chat", "endless", "--url", served.url) == 0
+    # A shell starts its background jobs, and so a test run among them, without this handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run("chat", "endless", "--url", served.url) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     out = capsys.readouterr().out
     assert "(stopped)" in out
     assert "Instructions set." in out

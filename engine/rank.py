@@ -129,21 +129,21 @@ class Rank:
         if self.is_cuda:
             self.weight_bytes += self.model.table_bytes
 
-    @torch.inference_mode()
     def count_libraries(self, call: Callable[[], object]) -> None:
         """Runs a call before the steps are measured, and counts the memory that libraries keep of
         it: their first use within a step would otherwise be measured there."""
         if not self.is_cuda:
             call()
             return
-        held = []
-        for run in (None, call):
-            if run is not None:
-                run()
+
+        def held() -> int:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-            held.append(allocated_bytes(self.device) + outside_bytes(self.device))
-        self._library_bytes = max(0, held[1] - held[0])
+            return allocated_bytes(self.device) + outside_bytes(self.device)
+
+        before = held()
+        call()
+        self._library_bytes = max(0, held() - before)
 
     def allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(

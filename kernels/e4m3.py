@@ -21,7 +21,7 @@ SMALLEST = 2.0**-100
 FEATURES = 16
 FIRST_CAPABILITY: Capability = (8, 9)  # of CUDA, with e4m3 products
 
-_CHUNK = 16 * 1024 * 1024  # elements that are in float32 at a time, while weights are quantised
+CHUNK = 16 * 1024 * 1024  # elements of weights that are in float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class E4m3Rows:
 
     def write_(self, weight: torch.Tensor) -> None:
         """Quantises weight [rows, columns], of any float type and device, into these rows."""
-        rows = max(1, _CHUNK // weight.shape[1])
+        rows = max(1, CHUNK // weight.shape[1])
         for start in range(0, weight.shape[0], rows):
             part = quantize_reference(weight[start : start + rows].to(self.device))
             self.values[start : start + rows] = part.values

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 
 from kernels.backend import uses_triton
-from kernels.e4m3 import E4m3Rows, quantize_rows
+from kernels.e4m3 import CHUNK, E4m3Rows, quantize_rows
 from kernels.few_rows import is_few
 
-_CHUNK = 16 * 1024 * 1024  # elements of W that the reference has in float32 at a time
 MAX_MID_ROWS = 128  # beyond, the library's product is as good
 
 
@@ -41,7 +40,7 @@ def reference_product(
     rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     x = rows.values.float()
-    height = max(1, _CHUNK // weight.shape[1])
+    height = max(1, CHUNK // weight.shape[1])
     y = torch.cat([x @ part.float().T for part in torch.split(weight.values, height)], dim=1)
     y = y * rows.scales[:, None] * weight.scales
     if bias is not None:

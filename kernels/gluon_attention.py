@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.e4m3 import E4M3
+
 # The names of Triton 3.7 and later, and the earlier names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -27,7 +29,7 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 _KINDS = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
+    E4M3: gl.float8e4nv,
 }
 # Warps that widen e4m3. With the warp that fetches they are one warpgroup: with four, the attending
 # warps had fewer registers, and 64 x 4,096 keys took 200 us instead of 175 on an H200.
@@ -46,9 +48,10 @@ def describe_rows(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 
 @gluon.constexpr_function
-def wide_layout(block_n):
-    """Returns the layout of the ring into which e4m3 is widened."""
-    return gl.NVMMASharedLayout.get_default_for([block_n, 64], gl.float16)
+def wide_layout(block_n, columns):
+    """Returns the layout of so many columns of a ring into which e4m3 is widened. The pieces of a
+    row are where those of a whole row are in its layout."""
+    return gl.NVMMASharedLayout.get_default_for([block_n, columns], gl.float16)
 
 
 @gluon.jit
@@ -117,8 +120,7 @@ def widen(
     """Moves the keys from begin to end, and their values, from the ring in e4m3 to that in
     float16. Called by WIDENERS warps."""
     k_staged, v_staged, full = staged
-    # The pieces of a row are where those of a whole row are in this layout.
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], gl.float16)
+    layout: gl.constexpr = wide_layout(BLOCK_N, HEAD_DIM)
     shape: gl.constexpr = [STAGES, BLOCK_N, HEAD_DIM]
     k_whole = k_smem._reinterpret(gl.float16, shape, layout)
     v_whole = v_smem._reinterpret(gl.float16, shape, layout)

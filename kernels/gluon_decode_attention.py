@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.backend import num_sms
+from kernels.e4m3 import E4M3
 from kernels.gluon_attention import (
     WIDENERS,
     describe_rows,
@@ -61,7 +62,7 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    is_e4m3 = k_cache.dtype == torch.float8_e4m3fn
+    is_e4m3 = k_cache.dtype == E4M3
     num_units = plan.max_decode_items(sliding_window) * num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
     has_queries = plan.max_queries > 1
@@ -312,12 +313,17 @@ def _decode_kernel(
 ):  # fmt: skip
     # The next kernel's programs may wait on the multiprocessors that are free.
     start_dependents(True)
-    PARTS: gl.constexpr = HEAD_DIM // 64
-    layout: gl.constexpr = k_desc.layout
+    dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
+    layout: gl.constexpr = k_desc.layout if STAGED == 0 else wide_layout(BLOCK_N, 64)
+    k_smem, v_smem, bars = make_ring(dtype, layout, HEAD_DIM // 64, BLOCK_N, 64, STAGES, 1)
+    if STAGED > 0:
+        k_staged, v_staged, full = make_ring(
+            k_desc.dtype, k_desc.layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1
+        )
+    tickets = make_tickets(1 if STAGED == 0 else 2)
+    wait_for_inputs(True)
+    # Written out twice: constants in a tuple that a variable holds would be values.
     if STAGED == 0:
-        k_smem, v_smem, bars = make_ring(k_desc.dtype, layout, PARTS, BLOCK_N, 64, STAGES, 1)
-        tickets = make_tickets(1)
-        wait_for_inputs(True)
         gl.warp_specialize(
             [
                 (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr,
@@ -333,12 +339,6 @@ def _decode_kernel(
             [40],
         )  # fmt: skip
     else:
-        k_smem, v_smem, bars = make_ring(
-            gl.float16, wide_layout(BLOCK_N), PARTS, BLOCK_N, 64, STAGES, 1
-        )
-        k_staged, v_staged, full = make_ring(k_desc.dtype, layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
-        tickets = make_tickets(2)
-        wait_for_inputs(True)
         gl.warp_specialize(
             [
                 (_attend_items, (k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr,

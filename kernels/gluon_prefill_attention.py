@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.backend import num_sms
+from kernels.e4m3 import E4M3
 from kernels.gluon_attention import (
     WIDENERS,
     barrier,
@@ -86,7 +87,7 @@ def paged_prefill(
         TILE_ROWS=TILE_ROWS,
         BLOCK_N=BLOCK_N,
         STAGES=STAGES,
-        STAGED=1 if k_cache.dtype == torch.float8_e4m3fn else 0,
+        STAGED=1 if k_cache.dtype == E4M3 else 0,
         WINDOW=sliding_window or 0,
         SOFT_CAP=cap,
         num_warps=4,
@@ -333,13 +334,13 @@ def _prefill_kernel(
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = HEAD_DIM // 64
-    narrow: gl.constexpr = k_desc.layout
     dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
-    layout: gl.constexpr = narrow if STAGED == 0 else wide_layout(BLOCK_N)
+    layout: gl.constexpr = k_desc.layout if STAGED == 0 else wide_layout(BLOCK_N, 64)
     k_smem, v_smem, bars = make_ring(dtype, layout, PARTS, BLOCK_N, 64, STAGES, 2)
     tickets = make_tickets(2 if STAGED == 0 else 3)
     q0_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
     q1_smem = gl.allocate_shared_memory(dtype, [PARTS, 64, 64], layout)
+    # Written out twice: constants in a tuple that a variable holds would be values.
     if STAGED == 0:
         gl.warp_specialize(
             [
@@ -360,7 +361,9 @@ def _prefill_kernel(
             [232, 40],
         )  # fmt: skip
     else:
-        k_staged, v_staged, full = make_ring(k_desc.dtype, narrow, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
+        k_staged, v_staged, full = make_ring(
+            k_desc.dtype, k_desc.layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1
+        )
         gl.warp_specialize(
             [
                 (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,

@@ -28,6 +28,7 @@ from engine.checks.prompts import Prompts, complete_prompts, cut_prompts, prompt
 from engine.checks.validation import read_checked
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
+from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weight_shapes import expected_shapes
 from engine.weights import load_weights
@@ -153,7 +154,8 @@ def _probe(
         raise EngineMemoryError(f"the base cannot be run here: {plan.words()}")
     whole = complete_prompts(cut_prompts(prompts, config), adapter, prompt_limit(config))
     weights = load_weights(base_folder, config, pool.dtype, pool.device)
-    logits = Probe(config, weights, pool).compare(adapter.digest, whole, adapter.invocation)
+    probe = Probe(Model(config, weights, config.usual_len), pool)
+    logits = probe.compare(adapter.digest, whole, adapter.invocation)
     return logits, base_norms(weights, lora_sites(config))
 
 

@@ -76,9 +76,7 @@ def measure_kv_rounding(
     changed: list[torch.Tensor] = []
     num_exact = num_lost = 0
     with reference_only():
-        for exact, rounded in Probe(model.config, model.weights, pool, model).with_both_caches(
-            prompts, kv_dtype
-        ):
+        for exact, rounded in Probe(model, pool).with_both_caches(prompts, kv_dtype):
             is_exact = exact.isfinite().all(dim=-1)
             found = compare_rows(exact[is_exact], rounded[is_exact])
             num_exact += int(is_exact.sum())

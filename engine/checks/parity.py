@@ -19,6 +19,7 @@ from engine.checks.prompts import Prompts, complete_prompts, cut_prompts, prompt
 from engine.checks.validation import read_checked
 from engine.errors import EngineMemoryError, ParityError
 from engine.host_memory import available_bytes
+from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.weight_files import num_stored_parameters
 from engine.weights import load_weights
@@ -123,7 +124,8 @@ def _engine_logits(
     while not pool.acquire(adapter.digest):
         pool.wait_pending()
     weights = load_weights(base_folder, config, torch.float32, cpu)
-    run = Probe(config, weights, pool).run(requests(prompts, adapter.digest, adapter.invocation))
+    model = Model(config, weights, config.usual_len)
+    run = Probe(model, pool).run(requests(prompts, adapter.digest, adapter.invocation))
     return torch.cat(list(run()))
 
 

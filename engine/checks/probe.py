@@ -36,15 +36,9 @@ _BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 
 
 class Probe:
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        pool: AdapterPool,
-        model: Model | None = None,  # of an engine; None: one with its own tables of angles
-    ) -> None:
-        self._config = config
-        self._model = model or Model(config, weights, config.usual_len)
+    def __init__(self, model: Model, pool: AdapterPool) -> None:
+        self._config = model.config
+        self._model = model
         self._pool = pool
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ import torch
 from engine.checks.probe import Probe, compare_rows, requests
 from engine.config import EngineConfig
 from engine.factory import open_engine
+from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.types import Request, SamplingParams
 from engine.weights import load_weights
@@ -147,10 +148,10 @@ def main() -> None:
     rows = []
     with reference_only():
         pool = make_pool(config, dtype, device)
-        plain, fp8 = (
-            Probe(config, load_weights(folder, config, dtype, device, is_fp8=is_fp8), pool)
-            for is_fp8 in (False, True)
+        weights = (
+            load_weights(folder, config, dtype, device, is_fp8=is_fp8) for is_fp8 in (False, True)
         )
+        plain, fp8 = (Probe(Model(config, one, config.usual_len), pool) for one in weights)
         for name in targets:
             for what, other, kv_dtype in (("linears", fp8, None), ("KV", plain, E4M3)):
                 figures = compare(plain, other, name, texts[name], kv_dtype)

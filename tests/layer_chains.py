@@ -10,12 +10,21 @@ import torch
 
 from engine.device_step import DeviceSteps
 from engine.runner import ModelRunner
+from kernels.backend import reference_only
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_plan import LoraPlan
 from kernels.matrix import Matrix
 from kernels.rms_norm import add_rms_norm
-from tests.engine_agreement import Reply, assert_alike, make_engine, neighbours, probe, run_all
+from tests.engine_agreement import (
+    OWNERS,
+    Reply,
+    assert_alike,
+    make_engine,
+    neighbours,
+    probe,
+    run_all,
+)
 from tests.engine_helpers import acquire, make_runner
 from tests.lora_kernel_cases import LoraCase, make_case, with_drawn_runs, write_plan
 
@@ -123,6 +132,19 @@ def open_quantized(
         runner.load_adapter(name, path)
         acquire(runner, name)
     return runner
+
+
+def assert_answers_are_those_of(
+    open_on_cpu: Callable[[], ModelRunner], runner: ModelRunner, tolerance: float
+) -> None:
+    """An engine allows or forbids Triton for its process: the one on the CPU, in float32, must not
+    leave the runner's steps without it."""
+    requests = [probe(i) for i in range(2 * len(OWNERS))]
+    with reference_only():
+        expected = run_all(make_engine(open_on_cpu()), requests)
+    found = run_all(make_engine(runner), requests)
+    for one in requests:
+        assert_alike(found[one.request_id], expected[one.request_id], tolerance)
 
 
 def assert_any_company_gives_the_answer(runner: ModelRunner, tolerance: float) -> None:

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from engine.runner import ModelRunner
-from kernels.backend import reference_only
 from kernels.e4m3 import quantize_reference, quantize_rows
 from kernels.fp8_linear import fp8_linear_many
 from kernels.linear import linear
 from tests.engine_agreement import (
-    OWNERS,
-    assert_alike,
     make_adapters,
     make_engine,
     neighbours,
-    probe,
     run_all,
 )
 from tests.engine_helpers import make_base, make_runner
@@ -26,6 +22,7 @@ from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS
 from tests.fp8_cases import both_fp8_products, quantised, relative, scheme_product
 from tests.layer_chains import (
     LayerChain,
+    assert_answers_are_those_of,
     assert_any_company_gives_the_answer,
     assert_graphs_have_the_bits_of_kernels,
     assert_overlap_changes_no_bit,
@@ -195,13 +192,10 @@ def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
 def test_answers_are_those_of_the_cpu(
     base: Path, adapters: dict[str, Path], runner: ModelRunner
 ) -> None:
-    requests = [probe(i) for i in range(2 * len(OWNERS))]
-    with reference_only():  # an engine decides for its whole process
-        cpu = open_runner(base, adapters, "cpu", dtype="float32")
-        expected = run_all(make_engine(cpu), requests)
-    found = run_all(make_engine(runner), requests)
-    for one in requests:
-        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE)
+    def on_cpu() -> ModelRunner:
+        return open_runner(base, adapters, "cpu", dtype="float32")
+
+    assert_answers_are_those_of(on_cpu, runner, TOLERANCE)
 
 
 def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:

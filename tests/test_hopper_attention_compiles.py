@@ -22,6 +22,7 @@ PLAIN: dict[str, object] = {"WINDOW": 0, "SOFT_CAP": 0.0, "sinks_ptr": None}
 # Of decodes alone: queries of a draft.
 QUERIES: dict[str, dict[str, object]] = {
     "queries": {"HAS_QUERIES": True},
+    "e4m3, queries": {"E4M3": True, "HAS_QUERIES": True},
     "queries, all else, small heads": {
         "HAS_QUERIES": True,
         "SOFT_CAP": 43.0,
@@ -89,9 +90,9 @@ def test_prefill_compiles() -> None:
 @pytest.mark.parametrize(
     ("kernel", "changes"),
     [(kernel, changes) for kernel in (decode, prefill) for changes in (VARIANTS | E4M3).values()]
-    + [(decode, changes) for changes in (*QUERIES.values(), {"E4M3": True, "HAS_QUERIES": True})],
+    + [(decode, changes) for changes in QUERIES.values()],
     ids=[f"{kernel}-{name}" for kernel in ("decode", "prefill") for name in VARIANTS | E4M3]
-    + [f"decode-{name}" for name in (*QUERIES, "e4m3, queries")],
+    + [f"decode-{name}" for name in QUERIES],
 )
 def test_variants_of_families_compile(
     kernel: Callable[[dict[str, object]], str], changes: dict[str, object]

@@ -8,20 +8,16 @@ import pytest
 import torch
 
 from engine.runner import ModelRunner
-from kernels.backend import reference_only
 from kernels.int4 import Int4Format, Int4Rows, Integers, empty_int4
 from kernels.int4_linear import MAX_MID_ROWS, int4_linear_many
 from kernels.linear import linear
 from kernels.triton_int4 import launch_write_out
 from kernels.triton_int4_mid import MidTile, launch_int4_mid
 from tests.engine_agreement import (
-    OWNERS,
     TOLERANCE,
-    assert_alike,
     make_adapters,
     make_engine,
     neighbours,
-    probe,
     run_all,
 )
 from tests.engine_helpers import make_base
@@ -31,6 +27,7 @@ from tests.int4_bases import gptq
 from tests.int4_cases import FORMATS, drawn_rows, exact_product
 from tests.layer_chains import (
     LayerChain,
+    assert_answers_are_those_of,
     assert_any_company_gives_the_answer,
     assert_graphs_have_the_bits_of_kernels,
     assert_overlap_changes_no_bit,
@@ -245,13 +242,10 @@ def test_auto_serves_the_integers(runner: ModelRunner) -> None:
 def test_answers_are_those_of_the_dequantized_base_on_a_cpu(
     base: Path, adapters: dict[str, Path], runner: ModelRunner
 ) -> None:
-    requests = [probe(i) for i in range(2 * len(OWNERS))]
-    with reference_only():  # an engine decides for its whole process
-        wide = open_quantized(base, adapters, "cpu", dtype="float32", quantization="none")
-        expected = run_all(make_engine(wide), requests)
-    found = run_all(make_engine(runner), requests)
-    for one in requests:
-        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE[torch.bfloat16])
+    def on_cpu() -> ModelRunner:
+        return open_quantized(base, adapters, "cpu", dtype="float32", quantization="none")
+
+    assert_answers_are_those_of(on_cpu, runner, TOLERANCE[torch.bfloat16])
 
 
 def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:

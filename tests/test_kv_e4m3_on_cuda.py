@@ -9,20 +9,17 @@ import pytest
 import torch
 
 from engine.runner import ModelRunner
-from kernels.backend import reference_only
 from kernels.e4m3 import FIRST_CAPABILITY
 from tests.engine_agreement import (
-    OWNERS,
-    assert_alike,
     make_adapters,
     make_engine,
     neighbours,
-    probe,
     run_all,
 )
 from tests.engine_helpers import make_base
 from tests.kv_e4m3_cases import SIZES, assert_writes_are_rounded
 from tests.layer_chains import (
+    assert_answers_are_those_of,
     assert_any_company_gives_the_answer,
     assert_graphs_have_the_bits_of_kernels,
     assert_rows_of_the_base_keep_their_bits,
@@ -96,13 +93,10 @@ def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
 def test_answers_are_those_of_the_cpu(
     base: Path, adapters: dict[str, Path], runner: ModelRunner
 ) -> None:
-    requests = [probe(i) for i in range(2 * len(OWNERS))]
-    with reference_only():  # an engine decides for its whole process
-        cpu = open_runner(base, adapters, "cpu", dtype="float32")
-        expected = run_all(make_engine(cpu), requests)
-    found = run_all(make_engine(runner), requests)
-    for one in requests:
-        assert_alike(found[one.request_id], expected[one.request_id], TOLERANCE)
+    def on_cpu() -> ModelRunner:
+        return open_runner(base, adapters, "cpu", dtype="float32")
+
+    assert_answers_are_those_of(on_cpu, runner, TOLERANCE)
 
 
 def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:

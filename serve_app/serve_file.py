@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+from ray.runtime_env import RuntimeEnv, RuntimeEnvConfig
+from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import IngressArgs, PlatformArgs, check_routers, in_words
+from serve_app.config import IngressArgs, PlatformArgs, check_routers, close_match, in_words
 from serve_app.network import is_loopback
 from serve_app.routing.policies import PolicyError
 
@@ -50,11 +52,11 @@ def read_serve_file(path: Path) -> ServeFile:
         raise ServeFileError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ServeFileError(f"{path} holds no mapping; see configs/quickstart.yaml")
+    _check_keys(path, content)
     try:
         schema = ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         raise ServeFileError(f"{path}: {in_words(error)}") from error
-    _check_keys(path, content)
     ours = [app for app in schema.applications if app.import_path == IMPORT_PATH]
     if len(ours) != 1:
         raise ServeFileError(
@@ -82,20 +84,48 @@ def read_serve_file(path: Path) -> ServeFile:
 
 def _check_keys(path: Path, content: dict[str, object]) -> None:
     """Refuses keys that Ray Serve would leave unread: with `http_option` for `http_options` it
-    would listen on another host than the file says. The file fits Ray's schema."""
-    places: list[tuple[str, dict[Any, Any], type[BaseModel]]] = [("", content, ServeDeploySchema)]
-    if isinstance(options := content.get("http_options"), dict):
-        places.append(("http_options.", options, HTTPOptionsSchema))
-    applications = content.get("applications")
-    for index, application in enumerate(applications if isinstance(applications, list) else ()):
-        places.append((f"applications.{index}.", application, ServeApplicationSchema))
-    for place, mapping, schema in places:
-        known = set(schema.model_fields)
-        if unknown := [key for key in mapping if key not in known]:
-            raise ServeFileError(
-                f"{path}: {place}{unknown[0]} is no key of Ray Serve's; known are "
-                f"{', '.join(sorted(known))}"
-            )
+    would listen on another host than the file says."""
+    for place, key, known in _unread_keys("", content, ServeDeploySchema):
+        public = sorted(name for name in known if not name.startswith("_"))
+        raise ServeFileError(
+            f"{path}: {place}{key} is no key of Ray Serve's; known are {', '.join(public)}"
+            f"{close_match(str(key), public)}"
+        )
+
+
+def _unread_keys(
+    place: str, mapping: dict[Any, Any], schema: type[BaseModel]
+) -> Iterator[tuple[str, object, Collection[str]]]:
+    """Yields each key that Ray reads nowhere, with its place and the keys that are known there.
+
+    Every mapping for which Ray has a schema is checked; all others are free.
+    """
+    yield from _unknown(place, mapping, schema.model_fields)
+    for name, field in schema.model_fields.items():
+        value, here = mapping.get(name), f"{place}{name}"
+        if name == "runtime_env" and isinstance(value, dict):
+            yield from _unknown(f"{here}.", value, RuntimeEnv.known_fields)
+            if isinstance(config := value.get("config"), dict):
+                yield from _unknown(f"{here}.config.", config, RuntimeEnvConfig.known_fields)
+        for inner in _schemas(field.annotation):
+            if isinstance(value, dict):
+                yield from _unread_keys(f"{here}.", value, inner)
+            for index, item in enumerate(value if isinstance(value, list) else ()):
+                if isinstance(item, dict):
+                    yield from _unread_keys(f"{here}.{index}.", item, inner)
+
+
+def _unknown(
+    place: str, mapping: dict[Any, Any], known: Collection[str]
+) -> Iterator[tuple[str, object, Collection[str]]]:
+    yield from ((place, key, known) for key in mapping if key not in known)
+
+
+def _schemas(annotation: object) -> list[type[BaseModel]]:
+    """Returns the schemas within a type such as `list[Schema] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [schema for part in get_args(annotation) for schema in _schemas(part)]
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -50,5 +50,6 @@ from serve_app.config.platform import check_routers as check_routers
 from serve_app.config.tenancy import OidcArgs as OidcArgs
 from serve_app.config.tenancy import PriceArgs as PriceArgs
 from serve_app.config.tenancy import TenancyArgs as TenancyArgs
+from serve_app.config.values import close_match as close_match
 from serve_app.config.values import in_words as in_words
 from serve_app.home import default_home as default_home

@@ -8,6 +8,8 @@ are errors.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Annotated, Protocol, Self
 
 from pydantic import (
@@ -130,6 +132,14 @@ class ScaledArgs(Args):
             f"replicas is {self.replicas}, but autoscaling keeps it between "
             f"min_replicas {scaling.min_replicas} and max_replicas {scaling.max_replicas}"
         )
+
+
+def close_match(word: str, known: Collection[str]) -> str:
+    """Returns the end of an error: the known word that `word` probably means; empty if none is
+    like it. `fp8_e4m3` means `fp8`."""
+    found = get_close_matches(word, known, n=1)
+    found += [name for name in known if len(name) > 2 and word.startswith(name)]
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def in_words(error: ValidationError, prefix: str = "") -> str:

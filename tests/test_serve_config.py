@@ -128,6 +128,55 @@ def test_a_refusal_shows_numbers_and_words_but_no_address() -> None:
     assert "Value error" not in words
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "models: [{name: a, engine: {block_size: '8'}}]",
+            "models.0.engine.block_size: must be a whole number, in digits and without quotes, "
+            "got '8'",
+        ),
+        (
+            "models: [{name: a, engine: {max_model_len: true}}]",
+            "models.0.engine.max_model_len: must be a number, got true",
+        ),
+        (
+            "models: [{name: a, engine: {kv_host_bytes: false}}]",
+            "models.0.engine.kv_host_bytes: must be a number, got false",
+        ),
+        (
+            "models: [{name: a, engine: {gpu_memory_utilization: '0.5'}}]",
+            "models.0.engine.gpu_memory_utilization: must be a number without quotes, got '0.5'",
+        ),
+        ("models: [{name: a, replicas: true}]", "models.0.replicas: must be a number, got true"),
+        (
+            "ingress: {max_header_bytes: 32KiB}",
+            "ingress.max_header_bytes: must be a whole number, in digits and without quotes, "
+            "got '32KiB'",
+        ),
+        (
+            "fairness: {weights: {a: '2'}}",
+            "fairness.weights.a: Input should be a valid number, got '2'",
+        ),
+        (
+            "fairness: {weights: {a: true}}",
+            "fairness.weights.a: Input should be a valid number, got true",
+        ),
+    ],
+)
+def test_no_other_value_becomes_a_number(line: str, words: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        PlatformArgs.model_validate(yaml.safe_load(line))
+    assert in_words(refusal.value) == words
+
+
+def test_numbers_that_yaml_reads_as_text_or_with_a_point_are_numbers() -> None:
+    """YAML 1.1 reads 1e-3 as text."""
+    fields = yaml.safe_load("{name: a, stall_timeout_s: 1e2, idle_timeout_s: 5, replicas: 2.0}")
+    model = ModelArgs.model_validate(fields)
+    assert (model.stall_timeout_s, model.idle_timeout_s, model.replicas) == (100.0, 5.0, 2)
+
+
 def test_the_engine_gets_what_the_file_says_and_else_its_own_defaults() -> None:
     ours = EngineArgs(max_num_seqs=3).to_config("/models/a", "d1", "cpu")
     assert ours == EngineConfig("/models/a", "d1", device="cpu", max_num_seqs=3)

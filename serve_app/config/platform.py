@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from registry.catalog import DEFAULT_ALIAS
 from registry.sources import check_listed
@@ -74,7 +74,7 @@ class FairnessArgs(Args):
     tenant_header: str = Field(default="x-tenant-id", pattern=r"^[A-Za-z0-9-]+$")
     """The header with the tenant, set by the gateway in front. Requests without it are one tenant.
     Without `ingress.trusted_gateway` all tenants that `weights` does not name share one account."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    weights: dict[str, Annotated[float, Strict(), Field(gt=0)]] = Field(default={})
     """The share of each tenant; 1 for all others."""
     isolate_prefix_cache: Literal["tenant", "none"] = "tenant"
     """`tenant`: no prompt meets another tenant's KV blocks. `none`: all tenants share them, so that

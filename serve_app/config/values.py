@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
-from typing import Annotated, Protocol, Self
+from types import UnionType
+from typing import Annotated, Protocol, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from registry.errors import InvalidNameError
 from registry.names import check_alias
@@ -36,8 +38,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 # A bound on the digits keeps the product within a float's range.
 _SIZE = re.compile(r"\s{0,8}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,8}([A-Za-z]{0,3})\s{0,8}", re.ASCII)
+# YAML 1.1 reads 1e-3 as text.
+_EXPONENT = re.compile(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?[eE][-+]?[0-9]{1,3}", re.ASCII)
 _MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
 _MAX_LONG = 2**63 - 1
+_NO_NUMBER = "no_number"
+_SHOWN_ERRORS = (_NO_NUMBER, "float_type", "literal_error")  # with the value
 
 
 def parse_bytes(value: object) -> object:
@@ -61,8 +67,22 @@ def _legal_alias(value: str) -> str:
         raise ValueError(str(error)) from error
 
 
+_READ_AS_SIZE = BeforeValidator(parse_bytes)
+
+
+def _kinds(hint: object, metadata: tuple[object, ...] = ()) -> set[type]:
+    """Returns the types of the values that a field takes as they are."""
+    if get_origin(hint) is Annotated:
+        hint, *more = get_args(hint)
+        return _kinds(hint, (*metadata, *more))
+    if get_origin(hint) in (Union, UnionType):
+        return {kind for part in get_args(hint) for kind in _kinds(part, metadata)}
+    kinds = {hint} if isinstance(hint, type) else set()
+    return kinds | {str} if _READ_AS_SIZE in metadata else kinds
+
+
 AliasName = Annotated[str, AfterValidator(_legal_alias)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Bytes = Annotated[int, _READ_AS_SIZE, Field(ge=0)]
 # Serve's controller makes an object for each replica; an unbounded number would exhaust it.
 Replicas = Annotated[int, Field(ge=1, le=4096)]
 HostName = Annotated[str, Field(pattern=r"^(\*|\[[0-9a-f:.]+\]|[a-z0-9_.-]*[a-z0-9_-])$")]
@@ -73,6 +93,23 @@ class Args(BaseModel):
     """The base of every part of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_is_no_other_value(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses true and "8", which pydantic would convert to a number."""
+        field = cls.model_fields[info.field_name or ""]
+        kinds = _kinds(field.annotation, tuple(field.metadata))
+        if type(value) in kinds or not kinds & {int, float}:
+            return value
+        if isinstance(value, bool):
+            raise PydanticCustomError(_NO_NUMBER, "must be a number")
+        if isinstance(value, str) and not (float in kinds and _EXPONENT.fullmatch(value)):
+            words = "a number" if float in kinds else "a whole number, in digits and"
+            raise PydanticCustomError(
+                _NO_NUMBER, "must be {words} without quotes", {"words": words}
+            )
+        return value
 
     @field_validator("*", mode="after")
     @classmethod
@@ -149,7 +186,9 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
     for one in error.errors():
         where = prefix + ".".join(str(part) for part in one["loc"])
         words, value = one["msg"].removeprefix("Value error, "), one["input"]
-        if isinstance(value, int | float) or one["type"] == "literal_error":
+        if isinstance(value, bool):
+            words += f", got {str(value).lower()}"  # as YAML and JSON write it
+        elif isinstance(value, int | float) or one["type"] in _SHOWN_ERRORS:
             words += f", got {ascii(value)[:80]}"
         found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)

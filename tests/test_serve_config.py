@@ -156,15 +156,43 @@ def test_a_refusal_shows_numbers_and_words_but_no_address() -> None:
         ),
         (
             "fairness: {weights: {a: '2'}}",
-            "fairness.weights.a: Input should be a valid number, got '2'",
+            "fairness.weights.a: must be a number, got '2'",
         ),
         (
             "fairness: {weights: {a: true}}",
-            "fairness.weights.a: Input should be a valid number, got true",
+            "fairness.weights.a: must be a number, got true",
         ),
     ],
 )
 def test_no_other_value_becomes_a_number(line: str, words: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        PlatformArgs.model_validate(yaml.safe_load(line))
+    assert in_words(refusal.value) == words
+
+
+MAPPING = "is empty and must be a mapping of keys to values: add a key below it or remove the key"
+LIST = "is empty and must be a list: add an item that begins with '- ' below it or remove the key"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("models:", f"models: {LIST}"),
+        ("registry:", f"registry: {MAPPING}"),
+        ("models: [{name: a, engine: }]", f"models.0.engine: {MAPPING}"),
+        ("models: [null]", f"models.0: {MAPPING}"),
+        ("models: [a]", "models.0: must be a mapping of keys to values"),
+        (
+            "models: [{name: }]",
+            "models.0.name: is empty and must be text: set it or remove the key",
+        ),
+        ("models: [{}]", "models.0.name: is missing"),
+        ("ingress: {allowed_hosts: }", f"ingress.allowed_hosts: {LIST}"),
+        ("ingress: {allowed_hosts: a}", "ingress.allowed_hosts: must be a list"),
+        ("fairness: {weights: }", f"fairness.weights: {MAPPING}"),
+    ],
+)
+def test_an_empty_section_is_refused_without_the_words_of_python(line: str, words: str) -> None:
     with pytest.raises(ValidationError) as refusal:
         PlatformArgs.model_validate(yaml.safe_load(line))
     assert in_words(refusal.value) == words

@@ -73,3 +73,20 @@ def test_a_misspelt_name_of_a_deployment_is_named_before_the_missing_one(tmp_pat
     path = write_file(tmp_path, "- name: ingress", "- nmae: ingress")
     with pytest.raises(ServeFileError, match=r"deployments\.0\.nmae is no key.*mean name\?"):
         read_serve_file(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("http_options: {host: 127.0.0.1}", "http_options:", "http_options: is empty and must be"),
+        ("      models: [{name: tiny}]\n", "", "applications.0.args: is empty and must be"),
+        ("models: [{name: tiny}]", "models:", "args.models: is empty and must be a list"),
+    ],
+)
+def test_an_empty_section_of_the_file_is_named(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    path = write_file(tmp_path, old, new)
+    with pytest.raises(ServeFileError) as refused:
+        read_serve_file(path)
+    assert str(refused.value).startswith(f"{path}: {words}")

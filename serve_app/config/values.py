@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from registry.errors import InvalidNameError
 from registry.names import check_alias
@@ -43,6 +43,19 @@ _EXPONENT = re.compile(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?[eE][-+]?[0-9]{1,3}", r
 _MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
 _MAX_LONG = 2**63 - 1
 _NO_NUMBER = "no_number"
+_A_MAPPING = ("a mapping of keys to values", "add a key below it")
+_A_LIST = ("a list", "add an item that begins with '- ' below it")
+_EXPECTED = {
+    "model_type": _A_MAPPING,
+    "dict_type": _A_MAPPING,
+    "list_type": _A_LIST,
+    "tuple_type": _A_LIST,
+    "string_type": ("text", "set it"),
+    "path_type": ("a path", "set it"),
+    "int_type": ("a whole number", "set it"),
+    "float_type": ("a number", "set it"),
+    "bool_type": ("true or false", "set it"),
+}
 _SHOWN_ERRORS = (_NO_NUMBER, "float_type", "literal_error")  # with the value
 
 
@@ -185,10 +198,23 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
     found = []
     for one in error.errors():
         where = prefix + ".".join(str(part) for part in one["loc"])
-        words, value = one["msg"].removeprefix("Value error, "), one["input"]
+        words, value = _problem(one), one["input"]
         if isinstance(value, bool):
             words += f", got {str(value).lower()}"  # as YAML and JSON write it
-        elif isinstance(value, int | float) or one["type"] in _SHOWN_ERRORS:
+        elif isinstance(value, int | float) or (value is not None and one["type"] in _SHOWN_ERRORS):
             words += f", got {ascii(value)[:80]}"
         found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)
+
+
+def _problem(error: ErrorDetails) -> str:
+    """Returns what is wrong with one value, in the words of a file and not in those of Python."""
+    if error["type"] == "missing":
+        return "is missing"
+    expected = _EXPECTED.get(error["type"])
+    if expected is None:
+        return error["msg"].removeprefix("Value error, ")
+    kind, remedy = expected
+    if error["input"] is None:
+        return f"is empty and must be {kind}: {remedy} or remove the key"
+    return f"must be {kind}"

@@ -108,6 +108,28 @@ def test_every_kind_of_constraint_passes_the_library(fields: dict[str, object], 
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON: a value is missing or is not JSON at line 1, column 1"),
+        ("{\n nope}", "not JSON: a key in double quotes is missing at line 2, column 2"),
+        ('{"type" 1}', "not JSON: a colon is missing after a key at line 1, column 9"),
+        ("[1 2]", "not JSON: a comma or the closing bracket is missing at line 1, column 4"),
+        ("{} {}", "not JSON: more text follows the value at line 1, column 4"),
+        ('{"type', "not JSON: no quote ends the string that begins at line 1, column 2"),
+        ('{"\t": 1}', "not JSON: a control character stands in a string at line 1, column 3"),
+        (r'{"\x": 1}', "not JSON: a string has an invalid escape at line 1, column 3"),
+        ("9" * 5000, "not JSON: a number has too many digits"),
+        ("[" * 20_000, "nested too deeply"),
+    ],
+)
+def test_text_that_is_no_json_is_refused_with_field_and_place(text: str, words: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(guided_json=text)
+    assert str(refused.value) == f"guided_json: the text is {words}."
+    assert refused.value.param == "guided_json"
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"response_format": "json"}, "response_format", "must be an object"),
@@ -132,7 +154,7 @@ def test_every_kind_of_constraint_passes_the_library(fields: dict[str, object], 
         ),
         ({"guided_json": {"divisibleBy": 2}}, "guided_json", "divisibleBy: is not supported"),
         ({"guided_json": {"required": True}}, "guided_json", "must be a list of names"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not a JSON schema"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "the text is not JSON"),
         ({"guided_json": '{"type": "object", "type": 1}'}, "guided_json", "appears twice"),
         ({"guided_json": '{"const": NaN}'}, "guided_json", "NaN is not JSON"),
         ({"structured_outputs": {"json": '{"minimum": 1e999}'}}, "structured_outputs", "too large"),

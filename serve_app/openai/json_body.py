@@ -21,6 +21,18 @@ MAX_OBJECT_KEYS = 4096
 MAX_CONTAINERS = 1 << 16
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# What Python's parser says -> what it means.
+_SYNTAX = {
+    "Expecting value": "a value is missing or is not JSON",
+    "Expecting ',' delimiter": "a comma or the closing bracket is missing",
+    "Expecting ':' delimiter": "a colon is missing after a key",
+    "Expecting property name enclosed in double quotes": "a key in double quotes is missing",
+    "Extra data": "more text follows the value",
+    "Invalid control character at": "a control character stands in a string",
+    "Invalid \\escape": "a string has an invalid escape",
+    "Invalid \\uXXXX escape": "a string has an invalid escape",
+    "Unterminated string starting at": "no quote ends the string that begins",
+}
 # A string can hold a surrogate only if its JSON escapes one.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -104,10 +116,19 @@ def parse_json(raw: bytes) -> object:
 
 def strict_json(text: str) -> object:
     """Returns the value. Raises ValueError for what Python takes and JSON has not, and for a key
-    that an object has twice; RecursionError for deep nesting."""
-    value: object = json.loads(
-        text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant
-    )
+    that an object has twice, in words without Python's; RecursionError for deep nesting."""
+    try:
+        value: object = json.loads(
+            text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant
+        )
+    except json.JSONDecodeError as error:
+        words = _SYNTAX.get(error.msg, error.msg.lower())
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{words} at {place}") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):
+            raise ValueError("a number has too many digits") from None
+        raise
     return value
 
 

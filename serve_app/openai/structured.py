@@ -111,8 +111,10 @@ def _grammar_of_json(value: object, field: str) -> Grammar:
             )
         try:
             value = strict_json(value)
-        except (ValueError, RecursionError) as error:
-            raise FieldError(f"{field}: not a JSON schema: {error}.") from None
+        except RecursionError:
+            raise FieldError(f"{field}: the text is nested too deeply.") from None
+        except ValueError as error:
+            raise FieldError(f"{field}: the text is not JSON: {error}.") from None
     return grammar_of_schema(value, field)
 
 

@@ -157,6 +157,36 @@ def test_a_bad_field_is_refused(client: httpx.Client, value: object, words: str)
     assert words in error["message"].replace('"', "'")
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "status", "param", "words"),
+    [
+        (BASE, ("a", "none"), 404, "adapters", "no adapter is named 'none'"),
+        (BASE, ("a@9",), 404, "adapters", "has no version or alias"),
+        (BASE, ("a@no",), 404, "adapters", "has no version or alias"),
+        ("none", ("a",), 404, "model", "no base model"),
+        (f"{BASE}@9", ("a",), 404, "model", "has no version or alias"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_an_adapter_that_is_not_there_is_refused_by_its_field(
+    client: httpx.Client,
+    path: str,
+    model: str,
+    names: tuple[str, ...],
+    status: int,
+    param: str,
+    words: str,
+) -> None:
+    body: dict[str, object] = {"model": model, "adapters": [{"name": name} for name in names]}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    body |= chat if "chat" in path else {"prompt": "hi"}
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
 def test_the_field_needs_a_base(client: httpx.Client) -> None:
     answer = post(client, f"{BASE}:a", adapters=[{"name": "bb"}])
     assert answer.status_code == 400

@@ -248,6 +248,17 @@ async def test_a_key_needs_every_adapter_of_a_request(world: World, fields: dict
     assert answer.status_code == (503 if is_known else 404)
 
 
+@pytest.mark.parametrize(("models", "param"), [(("base", "sql"), "adapters"), (("sql",), "model")])
+async def test_a_forbidden_adapter_of_several_is_refused_by_its_field(
+    world: World, models: tuple[str, ...], param: str
+) -> None:
+    """The field is `model` where the key may not use the base either: no name is shown to exist."""
+    body = {"model": "base", "adapters": [{"name": "sql"}, {"name": "pirate"}], **CHAT}
+    headers = await world.key(models=models)
+    answer = await world.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, param)
+
+
 async def test_a_name_that_is_left_out_shows_no_forbidden_one(world: World) -> None:
     headers = await world.key(models=("sql",))
     for answer in (

@@ -26,7 +26,7 @@ from registry.catalog import Resolution
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.explain import explain_headers, is_wanted
-from serve_app.api.model_access import check_body, check_model, check_route
+from serve_app.api.model_access import check_body, check_model, check_route, name_adapters
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
 from serve_app.disconnects import RequestScope
@@ -138,6 +138,7 @@ async def complete(
         raise
     except Exception as error:
         state.observer.end(record, error)
+        error = name_adapters(state.gateway, caller, body, error)
         response = error_response(named(error, body), http.url.path)
     response.headers.update(headers | accounting.headers(state, caller, http.url.path))
     return response

@@ -6,6 +6,8 @@ woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from engine.errors import InvalidRequestError
 from registry.catalog import Resolution
 from registry.errors import NotFoundError, RegistryUnavailableError
@@ -13,7 +15,7 @@ from serve_app.api.model_list import names_of
 from serve_app.api.state import IngressState, view_of
 from serve_app.dispatch.base_handle import Route
 from serve_app.dispatch.gateway import Gateway
-from serve_app.errors import ApiError, shown
+from serve_app.errors import ApiError, ClientGoneError, ServiceUnavailableError, shown, to_api_error
 from serve_app.openai.engine_params import GenerationRequest
 from serve_app.platform_view import PlatformView
 from serve_app.tenancy.caller import Caller
@@ -72,6 +74,49 @@ def unknown(view: PlatformView, model: str) -> Exception:
         param="model",
         code="model_not_found",
     )
+
+
+class NamesAdapters(Protocol):
+    """A body with the field `adapters`."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def adapters(self) -> tuple[tuple[str, float], ...]: ...
+
+
+def name_adapters(
+    gateway: Gateway, caller: Caller | None, body: NamesAdapters | None, error: Exception
+) -> Exception:
+    """Returns the error; if it is about the field `adapters` and not about the base that `model`
+    names, with that field."""
+    if body is None or not body.adapters or isinstance(error, ClientGoneError):
+        return error
+    found = to_api_error(error)
+    if found.param != "model" or not _is_base(gateway, caller, body.model):
+        return error
+    return ApiError(
+        found.status,
+        found.message,
+        found.type,
+        "adapters",
+        found.code,
+        found.retry_after_s,
+        found.should_retry,
+    )
+
+
+def _is_base(gateway: Gateway, caller: Caller | None, model: str | None) -> bool:
+    """Returns True if the name alone is that of a base that the caller may use."""
+    try:
+        name = gateway.only_model() if model is None else model
+        check_model(gateway, caller, name)
+        gateway.resolve(name)
+    except ServiceUnavailableError:  # it exists and is not ready
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def check_adapter(caller: Caller | None, base: str, adapter: str) -> None:

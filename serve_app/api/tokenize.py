@@ -15,7 +15,7 @@ from engine.errors import InvalidRequestError
 from registry.names import join_adapters
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
-from serve_app.api.model_access import check_model, check_route
+from serve_app.api.model_access import check_model, check_route, name_adapters
 from serve_app.api.state import IngressState, state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
@@ -36,7 +36,7 @@ MAX_DETOKENIZE_BYTES = 1024**2
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, TokenizeRequest, MAX_TOKENIZE_BYTES)
-    base = await _find_base(request, body.model, body.adapters)
+    base = await _find_base_of(request, body)
     ids, texts = await state.texts.run(tokenize_request, body, raw, base.text, base.description)
     return json_response(
         {
@@ -52,7 +52,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body, raw = await _read(request, state, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
-    base = await _find_base(request, body.model, body.adapters)
+    base = await _find_base_of(request, body)
     text = await state.texts.run(detokenize_request, body, raw, base.text, base.description)
     return json_response({"prompt": text})
 
@@ -83,6 +83,16 @@ async def _read(
             code="body_too_large",
         )
     return await state.texts.parse(kind, raw), raw
+
+
+async def _find_base_of(request: Request, body: TokenizeRequest | DetokenizeRequest) -> BaseHandle:
+    try:
+        return await _find_base(request, body.model, body.adapters)
+    except Exception as error:
+        found = name_adapters(state_of(request).gateway, caller_of(request), body, error)
+        if found is error:
+            raise
+        raise found from error
 
 
 async def _find_base(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,7 @@ def test_a_command_gets_the_registrys_password_and_no_secret_of_the_server_in_it
     assert environment["LORAPLEX_ARTIFACT_ROOT"] == str(root)
     assert environment["LORAPLEX_ARTIFACT_SCHEMES"] == "s3"
     assert "a secret" not in environment.values()
-    reader.register_adapter(tmp_path / "folder", "x", "tiny@1", "prod")
+    reader.register_adapter(make_adapter_folder(tmp_path / "folder"), "x", "tiny@1", "prod")
     arguments, environment = json.loads(written.read_text())
     assert "--alias=prod" in arguments
     assert environment["LORAPLEX_ARTIFACT_ROOT"] == str(root)
@@ -98,5 +99,23 @@ def test_a_command_that_takes_too_long_is_ended_and_told(
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(cached_registry, "_COMMAND_TIMEOUT_S", 0.2)
     reader = CachedRegistry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "cache")
+    folder = make_adapter_folder(tmp_path / "folder")
     with pytest.raises(RegistryUnavailableError, match=r"register adapter did not end within 0.2"):
-        reader.register_adapter(tmp_path, "x", "tiny@1", "champion")
+        reader.register_adapter(folder, "x", "tiny@1", "champion")
+
+
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_folder_without_weights_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no such program"))
+    folder = make_adapter_folder(tmp_path / "folder")
+    weights = folder / "adapter_model.safetensors"
+    weights.unlink()
+    words = f"{folder} has no adapter_model.safetensors: save the adapter as safetensors"
+    if content is not None:
+        weights.write_bytes(content)
+        words = f"{weights} is empty: save the adapter again"
+    reader = CachedRegistry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "cache")
+    with pytest.raises(RegistrationError, match=re.escape(words)):
+        reader.register_adapter(folder, "x", "tiny@1", "champion")

@@ -20,6 +20,7 @@ from registry.errors import RegistrationError, RegistryError, RegistryUnavailabl
 from registry.quarantine import FolderQuarantine
 from serve_app.config import environment_with
 
+_WEIGHTS_FILE = "adapter_model.safetensors"
 _COMMAND_TIMEOUT_S = 600.0  # the base's files may have to be fetched first
 
 
@@ -71,6 +72,7 @@ class CachedRegistry:
         return self._cache.verify(version.digest)
 
     def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
+        _check_weights(folder)
         options = (f"--name={name}", f"--base={base}", f"--alias={alias}", "--no-probe")
         done = self._run(("register", "adapter", str(folder), *options))
         if done.returncode != 0:
@@ -104,6 +106,24 @@ class CachedRegistry:
             ) from None
         except OSError as error:  # e.g. no memory for a process
             raise RegistryError(f"loraplex {command[0]} cannot be started: {error}") from error
+
+
+def _check_weights(folder: Path) -> None:
+    """Raises RegistrationError for a folder whose weights are missing or empty: the command would
+    find that only after seconds of imports."""
+    try:
+        num_bytes = (folder / _WEIGHTS_FILE).stat().st_size
+    except FileNotFoundError:
+        raise RegistrationError(
+            f"{folder} has no {_WEIGHTS_FILE}: save the adapter as safetensors; weights in a "
+            "pickle are never read"
+        ) from None
+    except OSError as error:
+        raise RegistrationError(
+            f"{folder / _WEIGHTS_FILE} cannot be read: {error.strerror}"
+        ) from error
+    if not num_bytes:
+        raise RegistrationError(f"{folder / _WEIGHTS_FILE} is empty: save the adapter again")
 
 
 def _last_error(done: subprocess.CompletedProcess[str]) -> str:

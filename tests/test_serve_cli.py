@@ -451,6 +451,44 @@ def test_doctor_of_a_base_says_whether_it_fits(
     assert "before loraplex can serve this base" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ((), "a larger device, a smaller base, or engine.quantization: fp8"),
+        (
+            ("--quantization", "auto"),
+            "a larger device, a smaller base, or engine.quantization: fp8",
+        ),
+        (("--quantization", "fp8"), "a larger device or a smaller base"),
+        (("--ranks", "2"), "a larger device or a smaller base"),
+    ],
+)
+def test_doctor_advises_only_what_is_not_set_and_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], remedy: str
+) -> None:
+    base = make_base_folder(tmp_path / "base")
+    assert run("doctor", "--base", str(base), "--memory", "0.1", "--json", *options) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (unfit,) = [finding for finding in findings if finding["what"] == "fits"]
+    assert unfit["remedy"] == remedy
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "known"),
+    [
+        ("--quantization", "fp8_e4m3", "auto, none, fp8, int4"),
+        ("--kv-cache-dtype", "fp8_e4m3", "auto, fp8"),
+    ],
+)
+def test_doctor_says_which_value_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, known: str
+) -> None:
+    base = make_base_folder(tmp_path / "base")
+    assert run("doctor", "--base", str(base), option, value) == 1
+    words = " ".join(capsys.readouterr().err.split())
+    assert f"{option} is {value}: known are {known}; did you mean fp8?" in words
+
+
 def test_doctor_refuses_a_base_that_is_no_folder_and_a_wrong_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,25 @@ def test_no_other_value_becomes_a_number(line: str, words: str) -> None:
     assert in_words(refusal.value) == words
 
 
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("kv_cache_dtype: fp8_e4m3", "'auto' or 'fp8', got 'fp8_e4m3'; did you mean fp8?"),
+        ("quantization: fp8_e4m3", "or 'int4', got 'fp8_e4m3'; did you mean fp8?"),
+        ("dtype: bf16", "or 'float16', got 'bf16'; did you mean bfloat16?"),
+        ("device: tpu", "or 'cuda', got 'tpu'; did you mean cpu?"),
+        ("backend: xla", "or 'triton', got 'xla'"),
+        ("speculation: true", "or 'auto', got true"),
+    ],
+)
+def test_a_word_that_is_not_known_is_told_with_the_known_one(line: str, end: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        EngineArgs.model_validate(yaml.safe_load(line))
+    words = in_words(refusal.value)
+    assert words.startswith(f"{line.partition(':')[0]}: Input should be ")
+    assert words.endswith(end)
+
+
 MAPPING = "is empty and must be a mapping of keys to values: add a key below it or remove the key"
 LIST = "is empty and must be a list: add an item that begins with '- ' below it or remove the key"
 

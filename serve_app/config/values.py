@@ -40,6 +40,7 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s{0,8}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,8}([A-Za-z]{0,3})\s{0,8}", re.ASCII)
 # YAML 1.1 reads 1e-3 as text.
 _EXPONENT = re.compile(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?[eE][-+]?[0-9]{1,3}", re.ASCII)
+_QUOTED = re.compile(r"'([^']+)'")
 _MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
 _MAX_LONG = 2**63 - 1
 _NO_NUMBER = "no_number"
@@ -203,6 +204,8 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
             words += f", got {str(value).lower()}"  # as YAML and JSON write it
         elif isinstance(value, int | float) or (value is not None and one["type"] in _SHOWN_ERRORS):
             words += f", got {ascii(value)[:80]}"
+        if one["type"] == "literal_error" and isinstance(value, str):
+            words += close_match(value[:80], _QUOTED.findall(one["ctx"]["expected"]))
         found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)
 

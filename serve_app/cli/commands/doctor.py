@@ -17,7 +17,7 @@ from typing import Literal, cast, get_args
 from packaging.requirements import Requirement
 from rich.table import Table
 
-from engine.checks.fit import estimate_fit
+from engine.checks.fit import Fit, estimate_fit
 from engine.config import KVCacheDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
@@ -97,7 +97,9 @@ def _check_setting(
     if value is not None and base is None:
         raise Failure(f"{option} is {value}: it is for --base FOLDER, which is missing")
     if value is not None and value not in known:
-        raise Failure(f"{option} is {value}: known are {', '.join(known)}")
+        raise Failure(
+            f"{option} is {value}: known are {', '.join(known)}{config.close_match(value, known)}"
+        )
 
 
 def _base(
@@ -116,10 +118,20 @@ def _base(
         return
     for what, words in fit.facts().items():
         if what == "fits" and not fit.fits:
-            remedy = "a larger device, a smaller base, or engine.quantization: fp8"
+            remedy = "a larger device or a smaller base"
+            if _is_smaller_in_fp8(fit, folder, memory, ranks):
+                remedy = "a larger device, a smaller base, or engine.quantization: fp8"
             yield Finding(what, "fail", words, remedy)
         else:
             yield Finding(what, "ok", words)
+
+
+def _is_smaller_in_fp8(fit: Fit, folder: Path, memory: int | None, ranks: int) -> bool:
+    try:
+        in_fp8 = estimate_fit(folder, memory, "fp8", ranks)
+    except UnsupportedModelError:
+        return False
+    return in_fp8.weight_bytes < fit.weight_bytes
 
 
 def _findings(port: int) -> Iterator[Finding]:

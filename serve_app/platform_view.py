@@ -126,6 +126,7 @@ class ServedBase:
     replaced_by: str = ""  # digest of the version that it stands in for
     deployed_s: float = 0.0  # distinguishes two deployments of an application
     start_s: float | None = None  # duration of the last start
+    is_refused: bool = False  # the engine refuses it: another start does not help
 
     @property
     def is_running(self) -> bool:

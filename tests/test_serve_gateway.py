@@ -42,6 +42,19 @@ def test_a_base_that_is_not_registered_is_named_as_the_obstacle() -> None:
     assert gateway.obstacles == ["not registered: nobody"]
 
 
+def test_only_a_base_that_the_server_waits_for_and_its_engine_refuses_is_a_refusal() -> None:
+    gateway = make_gateway()
+    assert gateway.refusals == []
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    model = ModelArgs(name="base")
+    refused = ServedBase(base, "app", "failed", model, "its reason", is_refused=True)
+    gateway.view = PlatformView("1", Catalog((base,), ()), (refused,), (), True, None)
+    assert gateway.refusals == gateway.obstacles == ["base: its reason"]
+    for other in (replace(refused, is_refused=False), replace(refused, is_awaited=False)):
+        gateway.view = replace(gateway.view, bases=(other,))
+        assert gateway.refusals == []
+
+
 def test_a_server_with_an_engine_that_is_silent_is_not_healthy() -> None:
     gateway = make_gateway()
     assert gateway.is_healthy

@@ -280,6 +280,19 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
     assert shown.json()["error"]["message"] == str(caught.value)
 
 
+def test_a_base_that_its_engine_refuses_is_a_field_of_readiness() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    failed = ServedBase(base, "app", "failed", ModelArgs(name="base"), "no room")
+    gateway = make_gateway()
+    client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)
+    for is_refused, refused in ((False, {}), (True, {"refused": "base: no room"})):
+        bases = (replace(failed, is_refused=is_refused),)
+        gateway.view = PlatformView("1", Catalog((base,), ()), bases, (), True, None)
+        answer = client.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json() == {"status": "base: no room", **refused}
+
+
 # Requests beyond a limit
 
 

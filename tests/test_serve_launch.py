@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -293,6 +295,37 @@ def test_ray_gets_a_second_start_if_its_time_limit_was_too_short(
     else:
         start_ray(num_cpus=1)
     assert starts == [{"address": "local", "include_dashboard": False, "num_cpus": 1}] * num_starts
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """Answers /ready as an ingress does whose base was refused."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"status": "tiny: its keys", "refused": "tiny: its keys"}).encode()
+        self.send_response(503)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def test_a_base_that_its_engine_refuses_ends_the_command_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "serve.log").write_text("")
+    with (
+        HTTPServer(("127.0.0.1", 0), _Refusing) as server,
+        subprocess.Popen(["sleep", "60"]) as process,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        wanted = read_serve_file(write_file(tmp_path, server.server_port))
+        child = launch.Child(process, tmp_path / "serve.log", tmp_path)
+        try:
+            with pytest.raises(serve.Failure, match=r"serve\.yaml: args\.models: tiny: its keys\."):
+                serve._run(wanted, child, "token", [], 5.0)
+        finally:
+            process.kill()
+            server.shutdown()
 
 
 def test_failed_application_is_found_in_the_log() -> None:

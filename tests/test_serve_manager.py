@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
 from serve_app.control.base_admin import change_base
 from serve_app.control.base_plan import MISSING_S, LastGood, configured, plan
-from serve_app.control.base_status import failure_reason
+from serve_app.control.base_status import failure_reason, is_refused, state_of
 from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
 from serve_app.errors import ConflictError
@@ -245,6 +246,24 @@ ValueError: layer 3 of the base holds NaN"""
         "layer 3 of the base holds NaN"
     )
     assert failure_reason(["", "The deployments ['engine'] are UPDATING."]) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "is_permanent"),
+    [
+        ("DEPLOY_FAILED", "engine.errors.UnsupportedModelError: kv_cache_dtype is fp8", True),
+        ("DEPLOY_FAILED", "engine.errors.EngineMemoryError: kv_cache_dtype is fp8", False),
+        ("DEPLOYING", "engine.errors.UnsupportedModelError: kv_cache_dtype is fp8", False),
+    ],
+)
+def test_a_base_that_its_engine_refuses_is_told_from_one_that_may_start_later(
+    status: str, error: str, is_permanent: bool
+) -> None:
+    deployment = DeploymentStatusOverview("UNHEALTHY", "UNSPECIFIED", {}, f"Traceback\n{error}")  # type: ignore[arg-type]
+    app = ApplicationStatusOverview(status, "", 0.0, {"engine": deployment})  # type: ignore[arg-type]
+    assert is_refused(app) is is_permanent
+    assert state_of(app)[1] == "kv_cache_dtype is fp8"
+    assert not is_refused(None)
 
 
 async def test_a_manager_that_was_not_told_its_models_has_no_view(tmp_path: Path) -> None:

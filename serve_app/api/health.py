@@ -45,7 +45,8 @@ async def ready(request: Request) -> Response:
     gateway = state_of(request).gateway
     if gateway.is_ready:
         return _status(True, "ready")
-    return _status(False, "; ".join(gateway.obstacles) or "models are loading")
+    refused = "; ".join(gateway.refusals)
+    return _status(False, "; ".join(gateway.obstacles) or "models are loading", refused)
 
 
 @router.api_route("/metrics", methods=_METHODS)
@@ -83,8 +84,9 @@ def own_metrics(
     return join_texts((own, migrations, arms, queues, requests, log, tasks, keys, limits))
 
 
-def _status(is_good: bool, word: str) -> Response:
-    response = json_response({"status": word})
+def _status(is_good: bool, word: str, refused: str = "") -> Response:
+    """`refused`: the part of the reason for which waiting is of no use."""
+    response = json_response({"status": word, **({"refused": refused} if refused else {})})
     if not is_good:
         response.status_code = 503
         response.headers["retry-after"] = "1"

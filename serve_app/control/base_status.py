@@ -15,6 +15,7 @@ from serve_app.platform_view import BaseState
 
 _ERROR_LINE = re.compile(r"^(?:\S+: )?\s*([\w.]+(?:Error|Exception|Exit|Interrupt)): (.+)$")
 _MAX_CHARS = 400
+_REFUSAL = "UnsupportedModelError"  # of the base's files with its settings: the next start has it
 _NO_ROOM = re.compile(r"has (\d+) replicas that have taken more than .* to be scheduled")
 _REQUIRED = re.compile(r"Resources required for each replica: (.+?), total resources")
 # After a restart of Serve's controller replicas are RECOVERING while they keep serving.
@@ -95,15 +96,31 @@ def state_of(app: ApplicationStatusOverview | None) -> tuple[BaseState, str]:
         return "starting", "waits until the requests of the previous engines end"
     if runs(app):
         return "running", ""
-    parts = [app.message, *(deployment.message for deployment in app.deployments.values())]
-    return ("failed" if app.status == "DEPLOY_FAILED" else "starting"), failure_reason(parts)
+    state: BaseState = "failed" if app.status == "DEPLOY_FAILED" else "starting"
+    return state, failure_reason(_messages(app))
+
+
+def is_refused(app: ApplicationStatusOverview | None) -> bool:
+    """Returns True if the start failed because the engine refuses the base with its settings."""
+    if app is None or app.status != "DEPLOY_FAILED" or runs(app):
+        return False
+    return _error(_messages(app))[0].endswith(_REFUSAL)
 
 
 def failure_reason(messages: Sequence[str]) -> str:
     """The error that ended a start, from Serve's messages with their traceback; "" if they contain
     none."""
+    return _error(messages)[1]
+
+
+def _messages(app: ApplicationStatusOverview) -> list[str]:
+    return [app.message, *(deployment.message for deployment in app.deployments.values())]
+
+
+def _error(messages: Sequence[str]) -> tuple[str, str]:
+    """Returns the class and the words of an error in Serve's messages."""
     for message in reversed(messages):
         for line in reversed(message.splitlines()):
             if (found := _ERROR_LINE.match(line)) is not None:
-                return found[2].strip()[:_MAX_CHARS]
-    return ""
+                return found[1], found[2].strip()[:_MAX_CHARS]
+    return "", ""

@@ -33,6 +33,7 @@ from serve_app.control.base_starts import StartLog
 from serve_app.control.base_status import (
     ReplicaCounts,
     count_replicas,
+    is_refused,
     read_status,
     runs,
     state_of,
@@ -222,6 +223,7 @@ class Fleet:
             is_awaited=spec.source == "file" and phase == "awake",
             deployed_s=0.0 if app is None else app.last_deployed_time_s,
             start_s=self.starts.last_s(spec.base.name),
+            is_refused=state == "failed" and is_refused(app),
         )
 
     def _stand_ins(

@@ -127,6 +127,12 @@ class Gateway:
         ]
 
     @property
+    def refusals(self) -> list[str]:
+        """The obstacles that another start of the same configuration would meet again."""
+        bases = () if self.view is None else self.view.bases
+        return [f"{b.base.name}: {b.message}" for b in bases if b.is_awaited and b.is_refused]
+
+    @property
     def is_healthy(self) -> bool:
         """True unless an engine that was serving has died or stalled, or this ingress no longer
         follows the manager. Bases that are still loading do not count."""

@@ -21,6 +21,7 @@ from serve_app.cli.commands.failure import Failure as Failure
 _PIPE_COLUMNS = 100_000
 console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 WAITING = "Waiting: "  # begins a status with a reason
+REFUSED = "Refused: "  # begins a status that no waiting changes
 LOADING = f"{WAITING}models are loading"
 
 
@@ -45,6 +46,7 @@ class _ErrorBody(msgspec.Struct):
 
 class _Status(msgspec.Struct):
     status: str = ""
+    refused: str = ""
 
 
 def print_table(table: Table) -> None:
@@ -75,9 +77,12 @@ def ready_status(client: httpx.Client, url: str) -> str | None:
     if answer.status_code == 200:
         return None
     try:
-        words = msgspec.json.decode(answer.content, type=_Status).status
+        found = msgspec.json.decode(answer.content, type=_Status)
     except msgspec.DecodeError:
         return "Starting Serve"
+    if found.refused:
+        return f"{REFUSED}{found.refused}"
+    words = found.status
     return f"{WAITING}{words}" if words else "Starting Serve"
 
 

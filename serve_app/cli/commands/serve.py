@@ -32,6 +32,7 @@ from serve_app.cli import launch
 from serve_app.cli.admin_token import ensure_token
 from serve_app.cli.commands.common import (
     LOADING,
+    REFUSED,
     WAITING,
     Failure,
     console,
@@ -201,6 +202,9 @@ def _run(
             words = ready_status(client, wanted.url)
             if words is None:
                 break
+            if words.startswith(REFUSED):
+                why = words.removeprefix(REFUSED)
+                raise Failure(f"{wanted.path}: args.models: {why}. The log is {child.log}")
             waited_s = time.monotonic() - started_s
             if waited_s > timeout_s:
                 _fail(child, f"Not ready after {timeout_s:.0f} s ({words})")

@@ -154,6 +154,7 @@ class BaseLine:
     draining_replicas: int = 0
     min_replicas: int = 0
     max_replicas: int = 0
+    kv_cache_dtype: str = ""  # as configured
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,10 @@ def test_a_base_comes_and_goes_while_another_streams(
         httpx.Client(base_url=rig.url, timeout=60) as other,
         client.stream("POST", "/v1/completions", json=body) as stream,
     ):
-        seed = ("--engine", "seed=200")
+        seed = ("--engine", "seed=200", "--engine", "kv_cache_dtype=fp8")
         assert "is running" in commands("add", SECOND, *seed, "--idle-timeout", "600", "--wait")
+        types = {name: (line(admin, name) or {})["kv_cache_dtype"] for name in (RIG_BASE, SECOND)}
+        assert types == {RIG_BASE: "auto", SECOND: "fp8"}
         assert other.get("/ready").status_code == 200
         assert ask(other, SECOND).status_code == 200
         found = line(admin, SECOND)

@@ -287,6 +287,19 @@ async def test_a_collection_that_failed_is_not_kept() -> None:
     assert await scrape.text(60.0) == b"1"
 
 
+def test_the_types_of_kv_are_a_label_as_vllm_has_it() -> None:
+    for metrics, dtype in (
+        (EngineMetrics("m", "e", 16, 0), "auto"),
+        (EngineMetrics("m", "e", 16, 0, kv_cache_dtype="fp8"), "fp8"),
+    ):
+        (info,) = [
+            family.samples[0].labels
+            for family in text_string_to_metric_families(metrics.text().decode())
+            if family.name == "vllm:cache_config_info"
+        ]
+        assert (info["cache_dtype"], info["block_size"]) == (dtype, "16")
+
+
 def test_drafts_are_counted_under_vllms_names() -> None:
     metrics = EngineMetrics("m", "e", 16, 0)
     load = EngineLoad(

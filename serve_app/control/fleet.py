@@ -335,6 +335,7 @@ class Fleet:
             draining_replicas=counts.draining,
             min_replicas=least,
             max_replicas=most,
+            kv_cache_dtype="" if model is None else model.engine.kv_cache_dtype,
         )
 
 

@@ -48,9 +48,10 @@ class EngineMetrics:
         block_size: int,
         max_adapters: int,
         limits: EngineLimits = _NO_LIMITS,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self._own = {"model_name": model_name, "engine": engine}
-        self._block_size = block_size
+        self._cache_config = {"block_size": str(block_size), "cache_dtype": kv_cache_dtype}
         self._max_adapters = max_adapters
         self._limits = limits
         self._load = EngineLoad()
@@ -173,7 +174,7 @@ class EngineMetrics:
         load, own = self._load, self._own
         usage, deferred = load.kv_usage, load.num_waiting_for_adapter
         waiting = {"capacity": load.num_waiting - deferred, "deferred": deferred}
-        config = {"block_size": str(self._block_size), "num_gpu_blocks": str(load.num_blocks)}
+        config = self._cache_config | {"num_gpu_blocks": str(load.num_blocks)}
         yield gauge("vllm:num_requests_running", load.num_running, own)
         yield gauge("vllm:num_requests_waiting", load.num_waiting, own)
         yield gauge("vllm:num_requests_waiting_by_reason", waiting, own, "reason")

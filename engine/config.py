@@ -9,6 +9,7 @@ from engine.types import SpeculationMode
 
 QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
 KVCacheDtype = Literal["auto", "fp8"]
+LoraDtype = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ class EngineConfig:
     piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of the rest on CUDA
     adapter_pool_bytes: int | None = None
+    # int8: adapters' rows rounded to 8 bits with a scale a rank, half the bytes of 16 bits. auto:
+    # dtype
+    lora_dtype: LoraDtype = "auto"
     adapter_host_bytes: int | None = None  # None: four times the pool if memory allows, or 4 GiB
     max_lora_rank: int = 512  # also the maximum: step plans have no room for more
     # DoRA adapters and adapters with biases. CUDA: decodes with them have graphs of their own

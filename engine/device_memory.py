@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineMemoryError
+from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import total_bytes
 from engine.memory_plan import (
     GIB,
@@ -22,6 +22,7 @@ from engine.memory_plan import (
     default_adapter_host_bytes,
     default_adapter_pool_bytes,
 )
+from lora.errors import AdapterError
 from lora.page_image import PageLayout
 from lora.sites import Site
 
@@ -107,6 +108,16 @@ class AdapterBudgets:
     host_bytes: int
 
 
+def page_layout(config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype) -> PageLayout:
+    """Returns the layout of this configuration's adapters. Raises UnsupportedModelError if
+    `lora_dtype` does not suit the sites."""
+    is_int8 = config.lora_dtype == "int8"
+    try:
+        return PageLayout(sites, dtype, has_affine=config.affine_adapters, is_int8=is_int8)
+    except AdapterError as error:
+        raise UnsupportedModelError(f"lora_dtype is {config.lora_dtype}: {error}") from None
+
+
 def adapter_budgets(
     config: EngineConfig,
     sites: Sequence[Site],
@@ -123,7 +134,7 @@ def adapter_budgets(
             total=torch.cuda.mem_get_info(device)[1],
             utilization=config.gpu_memory_utilization,
             weights=weights,
-            page_bytes=PageLayout(sites, dtype, has_affine=config.affine_adapters).page_bytes,
+            page_bytes=page_layout(config, sites, dtype).page_bytes,
         )
     host = config.adapter_host_bytes
     if host is None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
+from engine.device_memory import page_layout
 from engine.device_step import DeviceSteps
 from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
@@ -40,7 +41,6 @@ from kernels.collective import SOLO, Traced
 from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall
 from lora.adapter import Adapter
-from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site
 
@@ -104,10 +104,18 @@ def _pool_with(
     all sites, though small ones may fit into the engine's own pool alone; the head of a wide
     vocabulary can be larger than eight pages of a small model's layers."""
     meta, has_affine = torch.device("meta"), config.affine_adapters
-    pages = PageLayout(sites, dtype, has_affine=has_affine)
+    pages = page_layout(config, sites, dtype)
     room = max(_POOL_PAGES * pages.page_bytes, sum(map(pages.num_bytes, adapters)))
     pool_bytes = max(config.adapter_pool_bytes or 0, room) if adapters else 0
-    pool = AdapterPool(sites, pool_bytes, dtype, meta, host_bytes=1 << 62, has_affine=has_affine)
+    pool = AdapterPool(
+        sites,
+        pool_bytes,
+        dtype,
+        meta,
+        host_bytes=1 << 62,
+        has_affine=has_affine,
+        is_int8=pages.is_int8,
+    )
     for adapter in adapters:
         pool.insert(
             pages.pack(adapter, lambda size: torch.empty(size, dtype=torch.uint8, device=meta))

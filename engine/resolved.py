@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig, QuantizationSetting
+from engine.config import EngineConfig, LoraDtype, QuantizationSetting
 from engine.errors import UnsupportedModelError
 from engine.kv_layout import KVLayout, kv_layout
 from engine.model_config import ModelConfig
@@ -130,7 +130,18 @@ def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
             f"tensor_parallel_size is {size}: quantization {config.quantization} supports only 1, "
             "use none"
         )
+    check_lora_dtype(config.lora_dtype, size)
     return Shard(model, 0, size)
+
+
+def check_lora_dtype(lora_dtype: LoraDtype, num_ranks: int) -> None:
+    """Raises UnsupportedModelError if several ranks cannot share adapters of this type: each rank
+    would round its own part of a row by a scale of its own, and add the products of others."""
+    if lora_dtype != "auto" and num_ranks > 1:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {num_ranks}: lora_dtype {lora_dtype} supports only 1, use "
+            "auto"
+        )
 
 
 def _words(capability: Capability) -> str:

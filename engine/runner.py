@@ -91,7 +91,8 @@ class ModelRunner:
             self.device if self.group is None else f"{self.group.size} ranks, {self.device} first,",
             self.dtype,
             ", linears in FP8" if rank.is_fp8 else ", linears in 4 bits" if rank.int4 else "",
-            "" if config.kv_cache_dtype == "auto" else ", KV in FP8",
+            ("" if config.kv_cache_dtype == "auto" else ", KV in FP8")
+            + ("" if config.lora_dtype == "auto" else ", adapters in int8"),
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,
@@ -255,6 +256,7 @@ class ModelRunner:
                 budgets.host_bytes,
                 max_list=max_list,
                 has_affine=config.affine_adapters,
+                is_int8=config.lora_dtype == "int8",
             )
 
     def _check_kv_rounding(self, config: EngineConfig) -> None:

@@ -46,8 +46,8 @@ def lora_embed_reference_(
         for page, weight in pages:
             a, b = site.a(page, 0), site.b(page, 0)
             if a is not None and b is not None:
-                # Rounded to the weights' type, as tensor cores require.
-                h = (a.float().T[ids[start:end]] * weight).to(b.dtype).float()
+                # Rounded to the activations' type, as tensor cores require.
+                h = (a.float().T[ids[start:end]] * weight).to(site.dtype).float()
                 more = h @ b.float()
                 delta = more if delta is None else delta + more
         if delta is not None:

@@ -7,6 +7,12 @@ that exist and nothing else, in any place. A matrix as wide as the vocabulary ma
 columns, each a strip with a word of its own. A strip without rows is there, but nothing is read of
 it and its delta is 0: first in a list of pages, it says that later pages may have the matrix.
 
+In a heap of int8 the numbers of a rank row of A, and those of its partner in B, are integers from
+-127 to 127, and both rows share one scale: that of A's row times that of B's. A strip of A begins
+with the scales of its 16 rows, and the shrink multiplies the bridge by them, so that the expands
+read integers alone. One scale a row is that of per-channel weights in int8 (Dettmers et al.,
+"LLM.int8()", arXiv 2208.07339). Affine rows stay in the activations' type.
+
 An adapter may also scale the base's product of a slice and add a constant to it: DoRA does the
 first, trained biases the second. Its affine rows are one more strip of its first page, with a row
 of gains and perhaps a row of offsets: y becomes y + gain y + offset before the delta is added. A
@@ -19,9 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.lora_plan import PAGE_ROWS
+
 UNIT_BYTES = 256  # every strip begins at a multiple of it
 ROW_BITS = 5  # of an entry: the number of rows
 BLANK_ENTRY = 1 << ROW_BITS  # of a strip without rows
+INT8_GROUP = 8  # columns of int8 that kernels read at once: all widths are multiples of it
+SCALE_BYTES = 4 * PAGE_ROWS  # float32 at the beginning of a strip of A in int8
 
 
 def make_entry(start: int, rows: int) -> int:
@@ -34,7 +44,7 @@ def make_entry(start: int, rows: int) -> int:
 class SiteRows:
     """The strips of one site. Heap and table must stay in place while it is used."""
 
-    heap: torch.Tensor  # [elements], of the adapters' type
+    heap: torch.Tensor  # [elements], of the activations' type or int8
     a_entries: torch.Tensor  # [pages, slices] int64, a view of the table
     b_entries: torch.Tensor  # [pages, slices] int64, likewise, with the same strides
     in_features: int
@@ -45,6 +55,13 @@ class SiteRows:
     # From a slice's entry of B to that of its affine rows, which follow in the table. 0: no adapter
     # of the step has affine rows, and kernels are compiled without them.
     affine: int = 0
+    # Of affine rows, and of the bridge where it meets B, if the heap is in int8; None: the heap's.
+    activations: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the activations."""
+        return self.activations or self.heap.dtype
 
     @property
     def num_slices(self) -> int:
@@ -56,8 +73,9 @@ class SiteRows:
         return self.a_entries.stride(0)
 
     def a(self, page: int, index: int) -> torch.Tensor | None:
-        """Returns A [rows, K] of a slice, None if the adapter lacks it. Waits for the device."""
-        return self._matrix(self.a_entries, page, index, self.in_features)
+        """Returns A [rows, K] of a slice, in int8 times the scales, None if the adapter lacks it.
+        Waits for the device."""
+        return self._matrix(self.a_entries, page, index, self.in_features, is_a=True)
 
     def b(self, page: int, index: int) -> torch.Tensor | None:
         """Returns B [rows, N_s] of a slice, None if the adapter lacks it. Waits for the device."""
@@ -73,25 +91,45 @@ class SiteRows:
             self.b_entries.stride(),
             self.b_entries.storage_offset() + self.affine,
         )
-        return strip(self.heap, int(words[page, index]), self.sizes[index])
+        return strip(self.heap.view(self.dtype), int(words[page, index]), self.sizes[index])
 
     def _matrix(
-        self, entries: torch.Tensor, page: int, index: int, width: int
+        self, entries: torch.Tensor, page: int, index: int, width: int, *, is_a: bool = False
     ) -> torch.Tensor | None:
+        read = strip_of_a if is_a else strip
         if entries.shape[1] == self.num_slices:
-            return strip(self.heap, int(entries[page, index]), width)
-        found = [strip(self.heap, entry, self.piece) for entry in entries[page].tolist()]
+            return read(self.heap, int(entries[page, index]), width)
+        found = [read(self.heap, entry, self.piece) for entry in entries[page].tolist()]
         pieces = [piece for piece in found if piece is not None]
         return torch.cat(pieces, dim=1)[:, :width] if pieces else None
 
 
-def strip(heap: torch.Tensor, entry: int, width: int) -> torch.Tensor | None:
-    """Returns the strip [rows, width] as a view of the heap, None if there is none."""
+def strip(heap: torch.Tensor, entry: int, width: int, offset: int = 0) -> torch.Tensor | None:
+    """Returns the strip [rows, width] as a view of the heap, None if there is none. `offset`: bytes
+    before its first row."""
     rows = entry & (1 << ROW_BITS) - 1
     if rows == 0:
         return None
-    start = (entry >> ROW_BITS) * (UNIT_BYTES // heap.element_size())
+    start = ((entry >> ROW_BITS) * UNIT_BYTES + offset) // heap.element_size()
     return heap[start : start + rows * width].view(rows, width)
+
+
+def strip_of_a(heap: torch.Tensor, entry: int, width: int) -> torch.Tensor | None:
+    """Returns a strip of A [rows, width]: a view of the heap, or in int8 its numbers times their
+    scales, in float32."""
+    if heap.dtype != torch.int8:
+        return strip(heap, entry, width)
+    numbers = strip(heap, entry, width, SCALE_BYTES)
+    if numbers is None:
+        return None
+    return numbers.float() * row_scales(heap, entry >> ROW_BITS, len(numbers))[:, None]
+
+
+def row_scales(heap: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
+    """Returns the scales [rows] float32 of the strip of A that begins at this unit of an int8
+    heap."""
+    start = unit * UNIT_BYTES
+    return heap[start : start + 4 * rows].view(torch.float32)
 
 
 def add_affine(y: torch.Tensor, affine: torch.Tensor) -> torch.Tensor:

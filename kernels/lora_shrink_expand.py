@@ -29,6 +29,7 @@ class Delta:
     index: int  # of the slice
     a: torch.Tensor  # [r, K]
     b: tuple[tuple[int, torch.Tensor], ...]  # first column of the slice, [r, columns]
+    scales: torch.Tensor | None = None  # [r] float32: factors of the ranks, in int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class EmbeddingDelta:
     starts: torch.Tensor  # [pieces] int64
     width: int
     b: torch.Tensor  # [r, H]
+    scales: torch.Tensor | None = None  # [r] float32, as in `Delta`
 
 
 def lora_add_(
@@ -67,6 +69,8 @@ def lora_add_(
             y[tokens] = add_affine(y[tokens], delta.rows).to(y.dtype)
             continue
         h = wide @ delta.a.float().T * weight
+        if delta.scales is not None:
+            h *= delta.scales
         for start, b in delta.b:
             _add_(outputs[delta.index][:, start : start + b.shape[1]], tokens, h, b)
 
@@ -84,7 +88,10 @@ def lora_embed_add_(
     for delta in deltas:
         starts = delta.starts[ids // delta.width] + ids % delta.width
         rows = torch.arange(delta.b.shape[0], device=y.device) * delta.width
-        _add_(y, tokens, delta.heap[starts[:, None] + rows].float() * weight, delta.b)
+        h = delta.heap[starts[:, None] + rows].float() * weight
+        if delta.scales is not None:
+            h *= delta.scales
+        _add_(y, tokens, h, delta.b)
 
 
 def _add_(y: torch.Tensor, tokens: Tokens, h: torch.Tensor, b: torch.Tensor) -> None:
@@ -142,8 +149,8 @@ def lora_shrink_reference(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Br
 
 
 def lora_expand_reference_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan) -> None:
-    # The bridge is rounded to the weights' type once, as tensor cores require.
-    bridges = bridge.planes.sum(0).to(site.heap.dtype).float()  # [slices, pages, T, 16]
+    # The bridge is rounded to the activations' type once, as tensor cores require.
+    bridges = bridge.planes.sum(0).to(site.dtype).float()  # [slices, pages, T, 16]
     outputs = torch.split(y, list(site.sizes), dim=-1)
     for start, end, pages in read_tiles(plan):
         for s, part in enumerate(outputs):

@@ -56,7 +56,7 @@ def _walk_e4m3(
             w = tl.load(w_at + k, mask=exists, other=0.0)
         else:
             w = tl.load(w_at + k, mask=exists & (columns < WIDTH - k)[:, None, :], other=0.0)
-        acc = page_dot(w.to(tl.float16), x.to(tl.float16), acc, UPCAST)
+        acc = page_dot(w, x, acc, tl.float16, UPCAST)
     return tl.sum(acc, axis=0)
 
 

@@ -26,7 +26,15 @@ from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import PAGE_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_tiles import PAGE, find_strip, page_dot, read_unit, strip_at
+from kernels.triton_lora_tiles import (
+    PAGE,
+    a_at,
+    find_strip,
+    is_int8,
+    load_scales,
+    page_dot,
+    read_unit,
+)
 
 BLOCK_N = 16
 BLOCK_K = 128  # columns of a warp at a time
@@ -58,7 +66,7 @@ def _walk(
             w = tl.load(w_at + k, mask=exists, other=0.0)
         else:
             w = tl.load(w_at + k, mask=exists & (columns < left - k)[:, None, :], other=0.0)
-        acc = page_dot(w, x, acc, UPCAST)
+        acc = page_dot(w, x, acc, x.dtype, UPCAST)
     return tl.sum(acc, axis=0)
 
 
@@ -93,12 +101,14 @@ def shrink_unit(
     while unit < count:
         # An adapter that lacks the module: no column is walked, no row written.
         live = offsets < tl.where(entry != 0, rows, 0)
-        a_at, height = strip_at(heap_ptr, entry)
+        numbers_at, height = a_at(heap_ptr, entry)
         acc = _walk(
-            a_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
+            numbers_at + a_columns, x_at + row * STRIDE_X, height, live, columns, walked,
             tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, SPLIT,
             STAGES, UPCAST,
         )  # fmt: skip
+        if is_int8(heap_ptr):
+            acc *= load_scales(heap_ptr, entry)[:, None]
         block = (plane * NUM_SLICES + part) * rank_pages + index
         there = planes_ptr + (block * num_rows + at_bridge) * PAGE
         at = there + offsets[None, :] * PAGE + ranks[:, None]

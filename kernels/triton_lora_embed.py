@@ -19,10 +19,13 @@ from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
 from kernels.triton_lora_tiles import (
     PAGE,
+    a_at,
     find_strip,
+    is_int8,
     load_strip,
     num_programs,
     page_dot,
+    read_columns,
     read_tile,
     strip_at,
 )
@@ -36,7 +39,7 @@ NUM_PROGRAMS = 1056  # twice as many as an H200 holds at a time
 @triton.jit
 def _add_rows(
     y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr, a_entries_ptr,
-    b_entries_ptr, row, rows, num_pages, first, page, columns,
+    b_entries_ptr, row, rows, num_pages, first, page, columns, b_columns,
     HIDDEN: tl.constexpr, PIECE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -61,17 +64,19 @@ def _add_rows(
             weight = tl.load(weights_ptr + first + i)
             page_entries = tl.load(pages_ptr + first + i).to(tl.int64) * STRIDE
             b = load_strip(
-                heap_ptr, tl.load(b_entries_ptr + page_entries), columns, HIDDEN, IS_EVEN
+                heap_ptr, tl.load(b_entries_ptr + page_entries), b_columns, HIDDEN, IS_EVEN
             )
             entry = tl.load(a_entries_ptr + page_entries + token // PIECE, mask=live, other=0)
-            a_at, height = strip_at(heap_ptr, entry)
-            a_at += token % PIECE
-            h = tl.load(
-                a_at[:, None] + lanes[None, :] * PIECE,
-                mask=lanes[None, :] < height[:, None],
-                other=0.0,
-            )
-            delta = page_dot(h.to(tl.float32) * weight, b, delta, UPCAST)
+            column_at, height = a_at(heap_ptr, entry)
+            column_at += token % PIECE
+            exists = lanes[None, :] < height[:, None]
+            h = tl.load(column_at[:, None] + lanes[None, :] * PIECE, mask=exists, other=0)
+            h = h.to(tl.float32)
+            if is_int8(heap_ptr):
+                scales_at, _ = strip_at(heap_ptr, entry)
+                scales_at = scales_at.to(tl.pointer_type(tl.float32), bitcast=True)
+                h *= tl.load(scales_at[:, None] + lanes[None, :], mask=exists, other=0.0)
+            delta = page_dot(h * weight, b, delta, y.dtype, UPCAST)
         tl.store(y_at, (y.to(tl.float32) + delta).to(y.dtype), mask=mask)
 
 
@@ -115,6 +120,7 @@ def _lora_embed_kernel(
 ):
     start_overlapped(OVERLAPPED)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_columns = tl.program_id(0) * BLOCK + read_columns(heap_ptr, BLOCK)
     num_small = tl.load(header_ptr + SMALL_COUNT)
     num_large = tl.load(header_ptr + LARGE_COUNT) * PARTS
     tile = tl.program_id(1)
@@ -122,8 +128,8 @@ def _lora_embed_kernel(
         row, rows, num_pages, first, page, _ = read_tile(small_ptr, tile, True, ROWS, 1)
         _add_rows(
             y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr,
-            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE,
-            STRIDE, ROWS, BLOCK, UPCAST,
+            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, b_columns,
+            HIDDEN, PIECE, STRIDE, ROWS, BLOCK, UPCAST,
         )  # fmt: skip
         tile += tl.num_programs(1)
     tile -= num_small
@@ -131,8 +137,8 @@ def _lora_embed_kernel(
         row, rows, num_pages, first, page, _ = read_tile(large_ptr, tile, True, ROWS, PARTS)
         _add_rows(
             y_ptr, heap_ptr, token_ids_ptr, sources_ptr, drawn_ptr, pages_ptr, weights_ptr,
-            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, HIDDEN, PIECE,
-            STRIDE, ROWS, BLOCK, UPCAST,
+            a_entries_ptr, b_entries_ptr, row, rows, num_pages, first, page, columns, b_columns,
+            HIDDEN, PIECE, STRIDE, ROWS, BLOCK, UPCAST,
         )  # fmt: skip
         tile += tl.num_programs(1)
 

@@ -29,6 +29,7 @@ from kernels.triton_lora_tiles import (
     num_programs,
     page_dot,
     pair_delta,
+    read_columns,
     read_tile,
     store_pair,
 )
@@ -90,6 +91,7 @@ def _expand_kernel(
     part, width, begin, block = _pick_slice(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, COLUMNS)
     entries_ptr += part
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_columns = block * COLUMNS + read_columns(heap_ptr, COLUMNS)
     count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
@@ -98,7 +100,7 @@ def _expand_kernel(
     live = (num_pages > 0) & (tile < count)
     entry = find_strip(entries_ptr, page, live, STRIDE)
     affine = find_affine(entries_ptr, page, live, STRIDE, AFFINE)
-    b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
+    b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     while tile < count:
         tile += tl.num_programs(1)
@@ -122,9 +124,9 @@ def _expand_kernel(
                 planes_ptr, block, blocks, at_bridge + 2, left - 2, num_rows, NUM_PLANES
             )
             delta_0, delta_1, b = pair_delta(
-                heap_ptr, entries_ptr, entry, b, h_0, h_1, columns, width, num_pages, first,
+                heap_ptr, entries_ptr, entry, b, h_0, h_1, b_columns, width, num_pages, first,
                 pages_ptr, planes_ptr, block, blocks, at_bridge, left, num_rows, NUM_PLANES, STRIDE,
-                IS_EVEN,
+                IS_EVEN, y_0.dtype,
             )  # fmt: skip
             y_0 = add_row(y_0, delta_0, heap_ptr, affine, columns, width, AFFINE)
             y_1 = add_row(y_1, delta_1, heap_ptr, affine, columns, width, AFFINE)
@@ -137,7 +139,7 @@ def _expand_kernel(
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
         entry, affine = next_entry, next_affine
-        b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
+        b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
@@ -169,6 +171,7 @@ def _expand_large_kernel(
     part, width, begin, block = _pick_slice(tl.program_id(0), SIZE_0, SIZE_1, SIZE_2, COLUMNS)
     entries_ptr += part
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    b_columns = block * COLUMNS + read_columns(heap_ptr, COLUMNS)
     count = tl.load(header_ptr + 2)
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
@@ -182,9 +185,9 @@ def _expand_large_kernel(
     lanes = tl.arange(0, PAGE)
     page_stride = num_rows.to(tl.int64) * PAGE
     if IS_SINGLE:
-        b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
+        b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
     if AFFINE:
-        gain, offset = load_affine(heap_ptr, affine, columns, width)
+        gain, offset = load_affine(heap_ptr, affine, columns, width, y_ptr.dtype.element_ty)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         mask = (offsets < rows - start)[:, None]
         y_rows = (row + start + offsets).to(tl.int64)[:, None] * STRIDE_Y
@@ -198,13 +201,13 @@ def _expand_large_kernel(
         delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         if IS_SINGLE:
             h = tl.load(h_at, mask=mask, other=0.0)
-            delta = page_dot(h, b, delta, UPCAST)
+            delta = page_dot(h, b, delta, y.dtype, UPCAST)
         else:
             for i in range(num_pages):
                 more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
-                b = load_strip(heap_ptr, more, columns, width, IS_EVEN)
+                b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
                 h = tl.load(h_at + i * page_stride, mask=mask & (more != 0), other=0.0)
-                delta = page_dot(h, b, delta, UPCAST)
+                delta = page_dot(h, b, delta, y.dtype, UPCAST)
         wide = y.to(tl.float32)
         if AFFINE:
             wide += wide * gain[None, :] + offset[None, :]

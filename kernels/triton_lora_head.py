@@ -24,6 +24,7 @@ from kernels.triton_lora_tiles import (
     load_strip,
     num_programs,
     pair_delta,
+    read_columns,
     read_tile,
     store_pair,
 )
@@ -35,6 +36,7 @@ NUM_PROGRAMS = 4096
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _lora_head_kernel(
     logits_ptr,  # [R, VOCAB]
+    x_ptr,  # of the activations' type, not read
     planes_ptr,
     heap_ptr,
     header_ptr,
@@ -55,7 +57,9 @@ def _lora_head_kernel(
     IS_EVEN: tl.constexpr = PIECE % COLUMNS == 0
     BLOCKS: tl.constexpr = (PIECE + COLUMNS - 1) // COLUMNS
     piece = tl.program_id(0) // BLOCKS
-    columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.program_id(0) % BLOCKS * COLUMNS
+    columns = start + tl.arange(0, COLUMNS)
+    b_columns = start + read_columns(heap_ptr, COLUMNS)
     begin = piece * PIECE
     width = tl.minimum(PIECE, VOCAB - begin)  # of the logits; a strip has PIECE columns
     entries_ptr += piece
@@ -65,7 +69,7 @@ def _lora_head_kernel(
     tile = tl.program_id(1)
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
     entry = find_strip(entries_ptr, page, (num_pages > 0) & (tile < count), STRIDE)
-    b = load_strip(heap_ptr, entry, columns, PIECE, IS_EVEN)
+    b = load_strip(heap_ptr, entry, b_columns, PIECE, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     while tile < count:
         tile += tl.num_programs(1)
@@ -84,9 +88,9 @@ def _lora_head_kernel(
                 planes_ptr, 0, rank_pages, at_bridge + 2, left - 2, num_rows, NUM_PLANES
             )
             delta_0, delta_1, b = pair_delta(
-                heap_ptr, entries_ptr, entry, b, h_0, h_1, columns, PIECE, num_pages, first,
+                heap_ptr, entries_ptr, entry, b, h_0, h_1, b_columns, PIECE, num_pages, first,
                 pages_ptr, planes_ptr, 0, rank_pages, at_bridge, left, num_rows, NUM_PLANES, STRIDE,
-                IS_EVEN,
+                IS_EVEN, x_ptr.dtype.element_ty,
             )  # fmt: skip
             store_pair(y_at, STRIDE_Y, columns, width, left, y_0 + delta_0, y_1 + delta_1)
             y_0, y_1, h_0, h_1 = after_0, after_1, after_h_0, after_h_1
@@ -97,7 +101,7 @@ def _lora_head_kernel(
             next_row, next_rows, next_num_pages, next_first, next_at,
         )  # fmt: skip
         entry = next_entry
-        b = load_strip(heap_ptr, entry, columns, PIECE, IS_EVEN)
+        b = load_strip(heap_ptr, entry, b_columns, PIECE, IS_EVEN)
 
 
 _launch = Launcher(_lora_head_kernel, launch_pdl=OVERLAPS)
@@ -116,7 +120,7 @@ def launch_lora_head_(
     blocks = site.b_entries.shape[1] * -(-site.piece // COLUMNS)
     _launch(
         (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
-        (logits, planes, site.heap),
+        (logits, x, planes, site.heap),
         (plan.header, plan.small, plan.pages, site.b_entries),
         (
             vocab,

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.lora_plan import SMALL_ROWS
-from kernels.triton_lora_tiles import PAGE, page_dot, strip_at
+from kernels.triton_int8 import widen
+from kernels.triton_lora_tiles import PAGE, is_int8, load_rows, page_dot, strip_at
 
 BLOCK_ROWS = 16  # of an mma
 BLOCK_COLUMNS = 32  # of the four products whose columns change places
@@ -35,27 +36,32 @@ def order_ranks(h, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_ranks(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
-    """Returns `load_strip` with its rows in the order of `order_ranks`."""
+def load_block(heap_ptr, entry, columns, width, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Returns a page of B for `add_page`: `load_strip` with its rows in the order of `order_ranks`,
+    in int8 in their own."""
     at, rows = strip_at(heap_ptr, entry)
     lanes = tl.arange(0, PAGE)
-    lanes = lanes // 2 % 4 * 4 + lanes // 8 * 2 + lanes % 2
-    mask = (lanes < rows)[:, None]
-    if not IS_EVEN:
-        mask = mask & (columns < width)[None, :]
-    return tl.load(at + lanes[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    if is_int8(heap_ptr):
+        b = load_rows(at, rows, lanes, columns, width, IS_EVEN)
+    else:
+        lanes = lanes // 2 % 4 * 4 + lanes // 8 * 2 + lanes % 2
+        b = load_rows(at, rows, lanes, columns, width, IS_EVEN)
+        b = swap_columns(b, PAGE, COLUMNS)
+    return b
 
 
 @triton.jit
-def load_block(heap_ptr, entry, columns, width, COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Returns a page of B [PAGE, COLUMNS] for `add_page`."""
-    return swap_columns(load_ranks(heap_ptr, entry, columns, width, IS_EVEN), PAGE, COLUMNS)
-
-
-@triton.jit
-def add_page(total, h, b, ROWS: tl.constexpr, UPCAST: tl.constexpr):
+def add_page(
+    total, h, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, UPCAST: tl.constexpr
+):
     """Returns total + h b, the total [ROWS, COLUMNS] float32 with swapped columns."""
-    return page_dot(order_ranks(h, ROWS), b, total, UPCAST)
+    if b.dtype == tl.int32:
+        # An operand out of words has, in Triton, four neighbouring ranks in a thread: those that a
+        # thread reads of h.
+        b = swap_columns(widen(b, TYPE), PAGE, COLUMNS)
+    else:
+        h = order_ranks(h, ROWS)
+    return page_dot(h, b, total, TYPE, UPCAST)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from kernels.triton_lora_rows import (
     read_planes,
     request_row,
 )
+from kernels.triton_lora_tiles import read_columns
 from kernels.triton_rms_norm import norm_row, shape_of
 
 
@@ -57,10 +58,11 @@ def _lora_norm_add_norm_kernel(
     IS_EVEN: tl.constexpr = HIDDEN == BLOCK
     token = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
+    b_columns = read_columns(heap_ptr, BLOCK)
     inside = columns < HIDDEN
     post = tl.load(post_ptr + columns, mask=inside, other=0.0)
     num_rows, rank_pages, num_pages, first, entry, affine, b = request_row(
-        header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, columns, HIDDEN, STRIDE,
+        header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, b_columns, HIDDEN, STRIDE,
         AFFINE, TILES, IS_EVEN,
     )  # fmt: skip
     wait_for_inputs(OVERLAPPED)
@@ -71,7 +73,8 @@ def _lora_norm_add_norm_kernel(
     h = load_bridge(planes_ptr, 0, rank_pages, token, entry != 0, num_rows, num_planes, PLANES)
     x = add_requested(
         x, h, b, entry, affine, num_pages, first, num_rows, rank_pages, heap_ptr, entries_ptr,
-        pages_ptr, planes_ptr, token, num_planes, columns, HIDDEN, PLANES, STRIDE, AFFINE, IS_EVEN,
+        pages_ptr, planes_ptr, token, num_planes, columns, b_columns, HIDDEN, PLANES, STRIDE,
+        AFFINE, IS_EVEN,
     )  # fmt: skip
     normed = norm_row(x, post, HIDDEN, EPS)
     total = (residual.to(tl.float32) + normed.to(tl.float32)).to(x.dtype)

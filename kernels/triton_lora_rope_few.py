@@ -24,7 +24,13 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
+from kernels.triton_lora_tiles import (
+    add_row,
+    find_affine,
+    find_strip,
+    load_strip,
+    read_columns,
+)
 
 NUM_WARPS = 4
 
@@ -81,7 +87,13 @@ def _rope_few_kernel(
         turns = lane < TURNING
     low_columns = local * (2 * HALF) + place
     high_columns = low_columns + gap
+    b_lane = read_columns(heap_ptr, WIDTH)
+    b_place, b_gap = place_lanes(b_lane, HALF, TURNING)
+    low_b_columns = local * (2 * HALF) + b_place
+    high_b_columns = low_b_columns + b_gap
     if not IS_EVEN:
+        low_b_columns = tl.where(b_lane < HALF, low_b_columns, width)
+        high_b_columns = tl.where(b_lane < HALF, high_b_columns, width)
         low_columns = tl.where(exists, low_columns, width)  # beyond its end: masked
         high_columns = tl.where(exists, high_columns, width)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -92,8 +104,8 @@ def _rope_few_kernel(
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     live = entry != 0
-    low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
-    high_b = load_strip(heap_ptr, entry, high_columns, width, IS_EVEN)
+    low_b = load_strip(heap_ptr, entry, low_b_columns, width, IS_EVEN)
+    high_b = load_strip(heap_ptr, entry, high_b_columns, width, IS_EVEN)
     if TURNING > 0:
         table = cos_sin_ptr + position * (2 * TURNING) + lane
         cos = tl.load(table, mask=turns, other=0.0)
@@ -105,16 +117,18 @@ def _rope_few_kernel(
     block, blocks = part * rank_pages, 3 * rank_pages
     h = load_bridge(planes_ptr, block, blocks, token, live, num_rows, num_planes, PLANES)
     if live:
-        low_delta = row_delta(h, low_b)
-        high_delta = row_delta(h, high_b)
+        low_delta = row_delta(h, low_b, low.dtype)
+        high_delta = row_delta(h, high_b, high.dtype)
         for i in range(1, num_pages):
             low_delta = more_delta(
                 low_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks,
-                token, num_rows, num_planes, low_columns, width, PLANES, STRIDE, IS_EVEN,
+                token, num_rows, num_planes, low_b_columns, width, PLANES, STRIDE, IS_EVEN,
+                low.dtype,
             )  # fmt: skip
             high_delta = more_delta(
                 high_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks,
-                token, num_rows, num_planes, high_columns, width, PLANES, STRIDE, IS_EVEN,
+                token, num_rows, num_planes, high_b_columns, width, PLANES, STRIDE, IS_EVEN,
+                high.dtype,
             )  # fmt: skip
         low = add_row(low, low_delta, heap_ptr, affine, low_columns, width, AFFINE)
         high = add_row(high, high_delta, heap_ptr, affine, high_columns, width, AFFINE)

@@ -40,11 +40,12 @@ from kernels.triton_lora_mma import (
 )
 from kernels.triton_lora_rope_large import launch_lora_rope_large
 from kernels.triton_lora_tiles import (
+    affine_at,
     find_affine,
     find_strip,
     num_programs,
+    read_columns,
     read_tile,
-    strip_at,
 )
 
 NUM_WARPS = 1
@@ -118,11 +119,12 @@ def _affine_half(
     HALF: tl.constexpr,
     LANES: tl.constexpr,
     TURNING: tl.constexpr,
+    TYPE: tl.constexpr,
     SECOND: tl.constexpr,
 ):
     """Returns x + gain x + offset. The affine rows are read once for each row of x: a read for all
     would pass through shared memory."""
-    at, rows = strip_at(heap_ptr, entry)
+    at, rows = affine_at(heap_ptr, entry, TYPE)
     offsets = _offsets(ROWS, LANES)
     live = rows_of_small(offsets, ROWS)
     gain_at = at + first + 0 * offsets
@@ -227,7 +229,7 @@ def _lora_rope_kernel(
     exists = (lane < HALF)[None, :]
     width = heads * (2 * HALF)
     # Lanes that are in no half read B of its neighbour: their sums are used nowhere.
-    place, gap = place_lanes(lane, HALF, TURNING)
+    place, gap = place_lanes(read_columns(heap_ptr, LANES), HALF, TURNING)
     low_columns = head * (2 * HALF) + place
     offsets = _offsets(ROWS, LANES)
     count = tl.load(header_ptr)
@@ -268,15 +270,21 @@ def _lora_rope_kernel(
                 if affine != 0:
                     begin = head * (2 * HALF)
                     low_sum = _affine_half(
-                        low_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, False
-                    )
+                        low_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING,
+                        low.dtype, False,
+                    )  # fmt: skip
                     high_sum = _affine_half(
-                        high_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, True
-                    )
+                        high_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING,
+                        low.dtype, True,
+                    )  # fmt: skip
             low_sum = swap_columns(low_sum, ROWS, LANES)
             high_sum = swap_columns(high_sum, ROWS, LANES)
-            low_sum = drop_rows(add_page(low_sum, h, low_b, ROWS, not EXACT), ROWS)
-            high_sum = drop_rows(add_page(high_sum, h, high_b, ROWS, not EXACT), ROWS)
+            low_sum = drop_rows(
+                add_page(low_sum, h, low_b, ROWS, LANES, low.dtype, not EXACT), ROWS
+            )
+            high_sum = drop_rows(
+                add_page(high_sum, h, high_b, ROWS, LANES, low.dtype, not EXACT), ROWS
+            )
             for i in range(1, num_pages):
                 more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
                 more_low = load_block(heap_ptr, more, low_columns, width, LANES, IS_EVEN)
@@ -286,8 +294,9 @@ def _lora_rope_kernel(
                     planes_ptr, block + i, blocks, at_bridge, tl.where(more != 0, rows, 0),
                     num_rows, NUM_PLANES, ROWS,
                 )  # fmt: skip
-                low_sum = drop_rows(add_page(low_sum, more_h, more_low, ROWS, not EXACT), ROWS)
-                high_sum = drop_rows(add_page(high_sum, more_h, more_high, ROWS, not EXACT), ROWS)
+                low_sum = add_page(low_sum, more_h, more_low, ROWS, LANES, low.dtype, not EXACT)
+                high_sum = add_page(high_sum, more_h, more_high, ROWS, LANES, low.dtype, not EXACT)
+                low_sum, high_sum = drop_rows(low_sum, ROWS), drop_rows(high_sum, ROWS)
             low = swap_columns(low_sum, ROWS, LANES).to(low.dtype)
             high = swap_columns(high_sum, ROWS, LANES).to(high.dtype)
         if part != 2:

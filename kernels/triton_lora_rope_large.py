@@ -27,6 +27,7 @@ from kernels.triton_lora_tiles import (
     find_strip,
     load_strip,
     page_dot,
+    read_columns,
     read_tile,
 )
 
@@ -101,6 +102,8 @@ def _lora_rope_large_kernel(
     lane = tl.arange(0, LANES)
     exists = lane < HALF
     place, gap = place_lanes(lane, HALF, TURNING)
+    b_lane = read_columns(heap_ptr, LANES)
+    b_place, b_gap = place_lanes(b_lane, HALF, TURNING)
     width = heads * (2 * HALF)
     offsets = tl.arange(0, ROWS)
     token = (row + offsets).to(tl.int64)
@@ -127,26 +130,28 @@ def _lora_rope_large_kernel(
     end = tl.minimum(first_head + HEADS, heads)
     for head in tl.range(first_head, end, num_stages=STAGES):
         low_columns = head * (2 * HALF) + place
+        b_columns = head * (2 * HALF) + b_place
         if not IS_EVEN:
             low_columns = tl.where(exists, low_columns, width)
+            b_columns = tl.where(b_lane < HALF, b_columns, width)
         x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
         low = tl.load(x_at, mask=inside, other=0.0)
         high = tl.load(x_at + gap, mask=inside, other=0.0)
         delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
         delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
         if IS_SINGLE:
-            low_b = load_strip(heap_ptr, entry, low_columns, width, IS_EVEN)
-            high_b = load_strip(heap_ptr, entry, low_columns + gap, width, IS_EVEN)
-            delta_low = page_dot(h, low_b, delta_low, not EXACT)
-            delta_high = page_dot(h, high_b, delta_high, not EXACT)
+            low_b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
+            high_b = load_strip(heap_ptr, entry, b_columns + b_gap, width, IS_EVEN)
+            delta_low = page_dot(h, low_b, delta_low, low.dtype, not EXACT)
+            delta_high = page_dot(h, high_b, delta_high, high.dtype, not EXACT)
         else:
             for i in range(num_pages):
                 more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
-                low_b = load_strip(heap_ptr, more, low_columns, width, IS_EVEN)
-                high_b = load_strip(heap_ptr, more, low_columns + gap, width, IS_EVEN)
+                low_b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
+                high_b = load_strip(heap_ptr, more, b_columns + b_gap, width, IS_EVEN)
                 h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
-                delta_low = page_dot(h, low_b, delta_low, not EXACT)
-                delta_high = page_dot(h, high_b, delta_high, not EXACT)
+                delta_low = page_dot(h, low_b, delta_low, low.dtype, not EXACT)
+                delta_high = page_dot(h, high_b, delta_high, high.dtype, not EXACT)
         low = add_delta(low, delta_low, owns, heap_ptr, affine, low_columns, width, AFFINE)
         high = add_delta(high, delta_high, owns, heap_ptr, affine, low_columns + gap, width, AFFINE)
         if part != 2:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.few_rows import FEW_ROWS
 from kernels.lora_plan import TILE_FIELDS, Bridge
+from kernels.triton_int8 import widen
 from kernels.triton_lora_tiles import PAGE, add_row, find_affine, find_strip, load_strip
 
 METADATA = ("header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr")
@@ -56,56 +57,58 @@ def load_bridge(planes_ptr, block, blocks, row, live, num_rows, num_planes, PLAN
 
 
 @triton.jit
-def row_delta(planes, b):
-    """Returns [columns]: h B; the bridge h is summed, then rounded to B's type."""
-    h = tl.sum(planes, axis=0).to(b.dtype).to(tl.float32)
-    return tl.sum(h[:, None] * b.to(tl.float32), axis=0)
+def row_delta(planes, b, TYPE: tl.constexpr):
+    """Returns [columns]: h B; the bridge h is summed, then rounded to the activations' TYPE."""
+    h = tl.sum(planes, axis=0).to(TYPE).to(tl.float32)
+    return tl.sum(h[:, None] * widen(b, tl.float32), axis=0)
 
 
 @triton.jit
 def more_delta(
     delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, block, blocks, token, num_rows,
     num_planes, columns, width, PLANES: tl.constexpr, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """Adds the delta of the adapter's page i, if this module has rows there."""
     entry = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
     b = load_strip(heap_ptr, entry, columns, width, IS_EVEN)
     live = entry != 0
     h = load_bridge(planes_ptr, block + i, blocks, token, live, num_rows, num_planes, PLANES)
-    return delta + row_delta(h, b)
+    return delta + row_delta(h, b, TYPE)
 
 
 @triton.jit
 def request_row(
-    header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, columns,
+    header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, b_columns,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, AFFINE: tl.constexpr, TILES: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Loads what no kernel of a step writes: the row's adapter and its first page of B, for a
-    program that processes the row's `columns` of the only slice."""
+    program that processes the row's columns of the only slice. b_columns: of `read_columns`."""
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
     entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
-    b = load_strip(heap_ptr, entry, columns, WIDTH, IS_EVEN)
+    b = load_strip(heap_ptr, entry, b_columns, WIDTH, IS_EVEN)
     return num_rows, rank_pages, num_pages, first, entry, affine, b
 
 
 @triton.jit
 def add_requested(
     x, h, b, entry, affine, num_pages, first, num_rows, rank_pages, heap_ptr, entries_ptr,
-    pages_ptr, planes_ptr, token, num_planes, columns, WIDTH: tl.constexpr, PLANES: tl.constexpr,
-    STRIDE: tl.constexpr, AFFINE: tl.constexpr, IS_EVEN: tl.constexpr,
+    pages_ptr, planes_ptr, token, num_planes, columns, b_columns,
+    WIDTH: tl.constexpr, PLANES: tl.constexpr, STRIDE: tl.constexpr, AFFINE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Adds the delta of what `request_row` returned to x [columns]. h: the bridge of the first
     page, of `load_bridge`."""
     if entry != 0:
-        delta = row_delta(h, b)
+        delta = row_delta(h, b, x.dtype)
         for i in range(1, num_pages):
             delta = more_delta(
                 delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, rank_pages, token,
-                num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+                num_rows, num_planes, b_columns, WIDTH, PLANES, STRIDE, IS_EVEN, x.dtype,
             )  # fmt: skip
         x = add_row(x, delta, heap_ptr, affine, columns, WIDTH, AFFINE)
     return x

@@ -16,14 +16,18 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, UNITS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
+from kernels.triton_int8 import widen
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COUNTERS_OF_TILE,
     PAGE,
     find_strip,
-    load_strip,
+    is_int8,
+    load_a,
+    load_scales,
     num_programs,
     page_dot,
+    read_columns,
     read_tile,
     read_unit,
 )
@@ -64,11 +68,14 @@ def _shrink_kernel(
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    a_columns = chunk * CHUNK + read_columns(heap_ptr, CHUNK)
     entries_ptr += part
     plane = chunk * NUM_SLICES + part
     row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
     entry = find_strip(entries_ptr, page, unit < count, STRIDE)
-    a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
+    a = load_a(heap_ptr, entry, a_columns, K, IS_EVEN)
+    if is_int8(heap_ptr):
+        scales = load_scales(heap_ptr, entry)
     wait_for_inputs(OVERLAPPED)
     offsets = tl.arange(0, ROWS)[None, :]
     lanes = tl.arange(0, PAGE)
@@ -87,13 +94,17 @@ def _shrink_kernel(
             # [CHUNK, ROWS]
             x = tl.load(x_ptr + x_rows + columns[:, None], mask=x_mask, other=0.0)
             # The page is the tall side of the product, the rows its narrow one: an mma's 16 by 8.
-            bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), UPCAST)
+            bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), x.dtype, UPCAST)
+            if is_int8(heap_ptr):
+                bridge *= scales[:, None]
             block = plane.to(tl.int64) * rank_pages + index
             at = planes_ptr + (block * num_rows + at_bridge) * PAGE
             tl.store(at + offsets * PAGE + lanes[:, None], bridge * weight, mask=mask)
         row, rows, index, at_bridge, weight = next_row, next_rows, next_index, next_at, next_weight
         entry = next_entry
-        a = load_strip(heap_ptr, entry, columns, K, IS_EVEN)
+        a = load_a(heap_ptr, entry, a_columns, K, IS_EVEN)
+        if is_int8(heap_ptr):
+            scales = load_scales(heap_ptr, entry)
 
 
 @triton.jit
@@ -165,6 +176,7 @@ def _shrink_large_kernel(
     offsets = tl.arange(0, ROWS)
     lanes = tl.arange(0, PAGE)
     steps = tl.arange(0, STEP)
+    a_steps = read_columns(heap_ptr, STEP)
     mask = (offsets < rows)[:, None]
     x_at = x_ptr + (row + offsets).to(tl.int64)[:, None] * STRIDE_X
     stride = NUM_SLICES * rank_pages.to(tl.int64) * num_rows * PAGE
@@ -185,14 +197,20 @@ def _shrink_large_kernel(
             if not IS_EVEN:
                 x_mask = mask & (columns < K)[None, :]
             x = tl.load(x_at + columns[None, :], mask=x_mask, other=0.0)
-            a = load_strip(heap_ptr, entry_0, columns, K, IS_EVEN)
-            acc_0 = page_dot(x, tl.trans(a), acc_0, UPCAST)
+            a = load_a(heap_ptr, entry_0, k + a_steps, K, IS_EVEN)
+            acc_0 = page_dot(x, tl.trans(widen(a, x.dtype)), acc_0, x.dtype, UPCAST)
             if NUM_SLICES > 1:
-                a = load_strip(heap_ptr, entry_1, columns, K, IS_EVEN)
-                acc_1 = page_dot(x, tl.trans(a), acc_1, UPCAST)
+                a = load_a(heap_ptr, entry_1, k + a_steps, K, IS_EVEN)
+                acc_1 = page_dot(x, tl.trans(widen(a, x.dtype)), acc_1, x.dtype, UPCAST)
             if NUM_SLICES > 2:
-                a = load_strip(heap_ptr, entry_2, columns, K, IS_EVEN)
-                acc_2 = page_dot(x, tl.trans(a), acc_2, UPCAST)
+                a = load_a(heap_ptr, entry_2, k + a_steps, K, IS_EVEN)
+                acc_2 = page_dot(x, tl.trans(widen(a, x.dtype)), acc_2, x.dtype, UPCAST)
+        if is_int8(heap_ptr):
+            acc_0 *= load_scales(heap_ptr, entry_0)[None, :]
+            if NUM_SLICES > 1:
+                acc_1 *= load_scales(heap_ptr, entry_1)[None, :]
+            if NUM_SLICES > 2:
+                acc_2 *= load_scales(heap_ptr, entry_2)[None, :]
         weight = tl.load(weights_ptr + first + i)
         page_stride = num_rows.to(tl.int64) * PAGE
         there = planes_ptr + chunk * stride + i * page_stride + at

@@ -24,7 +24,13 @@ from kernels.triton_lora_rows import (
     read_planes,
     row_delta,
 )
-from kernels.triton_lora_tiles import add_row, find_affine, find_strip, load_strip
+from kernels.triton_lora_tiles import (
+    add_row,
+    find_affine,
+    find_strip,
+    load_strip,
+    read_columns,
+)
 from kernels.triton_silu_mul import gated
 
 COLUMNS = 64
@@ -57,6 +63,7 @@ def _silu_few_kernel(
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     token = tl.program_id(1)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    b_columns = tl.program_id(0) * COLUMNS + read_columns(heap_ptr, COLUMNS)
     inside = columns < WIDTH
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
@@ -65,8 +72,8 @@ def _silu_few_kernel(
     up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
     gate_affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     up_affine = find_affine(entries_ptr + 1, page, num_pages > 0, STRIDE, AFFINE)
-    gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
-    up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
+    gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
+    up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     x_at = x_ptr + token.to(tl.int64) * STRIDE_X + columns
     blocks = 2 * rank_pages
@@ -77,19 +84,20 @@ def _silu_few_kernel(
     g = load_bridge(planes_ptr, 0, blocks, token, adds_gate, num_rows, num_planes, PLANES)
     u = load_bridge(planes_ptr, rank_pages, blocks, token, adds_up, num_rows, num_planes, PLANES)
     if adds_gate:
-        gate_delta = row_delta(g, gate_b)
+        gate_delta = row_delta(g, gate_b, gate.dtype)
         for i in range(1, num_pages):
             gate_delta = more_delta(
                 gate_delta, i, heap_ptr, entries_ptr, pages_ptr, first, planes_ptr, 0, blocks,
-                token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+                token, num_rows, num_planes, b_columns, WIDTH, PLANES, STRIDE, IS_EVEN, gate.dtype,
             )  # fmt: skip
         gate = add_row(gate, gate_delta, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
     if adds_up:
-        up_delta = row_delta(u, up_b)
+        up_delta = row_delta(u, up_b, up.dtype)
         for i in range(1, num_pages):
             up_delta = more_delta(
                 up_delta, i, heap_ptr, entries_ptr + 1, pages_ptr, first, planes_ptr, rank_pages,
-                blocks, token, num_rows, num_planes, columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+                blocks, token, num_rows, num_planes, b_columns, WIDTH, PLANES, STRIDE, IS_EVEN,
+                up.dtype,
             )  # fmt: skip
         up = add_row(up, up_delta, heap_ptr, up_affine, columns, WIDTH, AFFINE)
     out_at = out_ptr + token.to(tl.int64) * WIDTH + columns

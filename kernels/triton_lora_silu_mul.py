@@ -27,6 +27,7 @@ from kernels.triton_lora_tiles import (
     num_programs,
     page_dot,
     pair_delta,
+    read_columns,
     read_tile,
     store_pair,
 )
@@ -68,6 +69,7 @@ def _lora_silu_mul_kernel(
     start_dependents(OVERLAPPED)
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    b_columns = tl.program_id(0) * COLUMNS + read_columns(heap_ptr, COLUMNS)
     count = tl.load(header_ptr) * PARTS
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
@@ -78,8 +80,8 @@ def _lora_silu_mul_kernel(
     up_entry = find_strip(entries_ptr + 1, page, live, STRIDE)
     gate_affine = find_affine(entries_ptr, page, live, STRIDE, AFFINE)
     up_affine = find_affine(entries_ptr + 1, page, live, STRIDE, AFFINE)
-    gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
-    up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
+    gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
+    up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
     wait_for_inputs(OVERLAPPED)
     blocks = 2 * rank_pages
     while tile < count:
@@ -110,17 +112,17 @@ def _lora_silu_mul_kernel(
             next_up_0, next_up_1 = load_pair(x_at + WIDTH, STRIDE_X, columns, WIDTH, left - 2)
             if gate_entry != 0:
                 delta_0, delta_1, gate_b = pair_delta(
-                    heap_ptr, entries_ptr, gate_entry, gate_b, g_0, g_1, columns, WIDTH, num_pages,
-                    first, pages_ptr, planes_ptr, 0, blocks, at_bridge, left, num_rows, NUM_PLANES,
-                    STRIDE, IS_EVEN,
+                    heap_ptr, entries_ptr, gate_entry, gate_b, g_0, g_1, b_columns, WIDTH,
+                    num_pages, first, pages_ptr, planes_ptr, 0, blocks, at_bridge, left, num_rows,
+                    NUM_PLANES, STRIDE, IS_EVEN, gate_0.dtype,
                 )  # fmt: skip
                 gate_0 = add_row(gate_0, delta_0, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
                 gate_1 = add_row(gate_1, delta_1, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
             if up_entry != 0:
                 delta_0, delta_1, up_b = pair_delta(
-                    heap_ptr, entries_ptr + 1, up_entry, up_b, u_0, u_1, columns, WIDTH, num_pages,
-                    first, pages_ptr, planes_ptr, rank_pages, blocks, at_bridge, left, num_rows,
-                    NUM_PLANES, STRIDE, IS_EVEN,
+                    heap_ptr, entries_ptr + 1, up_entry, up_b, u_0, u_1, b_columns, WIDTH,
+                    num_pages, first, pages_ptr, planes_ptr, rank_pages, blocks, at_bridge, left,
+                    num_rows, NUM_PLANES, STRIDE, IS_EVEN, up_0.dtype,
                 )  # fmt: skip
                 up_0 = add_row(up_0, delta_0, heap_ptr, up_affine, columns, WIDTH, AFFINE)
                 up_1 = add_row(up_1, delta_1, heap_ptr, up_affine, columns, WIDTH, AFFINE)
@@ -136,8 +138,8 @@ def _lora_silu_mul_kernel(
         )  # fmt: skip
         gate_entry, up_entry = next_gate_entry, next_up_entry
         gate_affine, up_affine = next_gate_affine, next_up_affine
-        gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
-        up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
+        gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
+        up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
@@ -167,6 +169,7 @@ def _lora_silu_mul_large_kernel(
     wait_for_inputs(OVERLAPPED)
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    b_columns = tl.program_id(0) * COLUMNS + read_columns(heap_ptr, COLUMNS)
     count = tl.load(header_ptr + 2)
     num_rows = tl.load(header_ptr + 4)
     rank_pages = tl.load(header_ptr + 5)
@@ -184,8 +187,8 @@ def _lora_silu_mul_large_kernel(
     adds_gate = gate_entry != 0
     adds_up = up_entry != 0
     if IS_SINGLE:
-        gate_b = load_strip(heap_ptr, gate_entry, columns, WIDTH, IS_EVEN)
-        up_b = load_strip(heap_ptr, up_entry, columns, WIDTH, IS_EVEN)
+        gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
+        up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         token = (row + start + offsets).to(tl.int64)[:, None]
         live = (offsets < rows - start)[:, None]
@@ -203,22 +206,22 @@ def _lora_silu_mul_large_kernel(
         if IS_SINGLE:
             gate_h = tl.load(h_at, mask=owns_gate, other=0.0)
             up_h = tl.load(h_at + page_stride, mask=owns_up, other=0.0)
-            gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
-            up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
+            gate_delta = page_dot(gate_h, gate_b, gate_delta, gate.dtype, not EXACT)
+            up_delta = page_dot(up_h, up_b, up_delta, up.dtype, not EXACT)
         else:
             for i in range(num_pages):
                 page = tl.load(pages_ptr + first + i)
                 more_gate = find_strip(entries_ptr, page, True, STRIDE)
                 more_up = find_strip(entries_ptr + 1, page, True, STRIDE)
-                gate_b = load_strip(heap_ptr, more_gate, columns, WIDTH, IS_EVEN)
-                up_b = load_strip(heap_ptr, more_up, columns, WIDTH, IS_EVEN)
+                gate_b = load_strip(heap_ptr, more_gate, b_columns, WIDTH, IS_EVEN)
+                up_b = load_strip(heap_ptr, more_up, b_columns, WIDTH, IS_EVEN)
                 gate_h = tl.load(
                     h_at + i * page_stride, mask=owns_gate & (more_gate != 0), other=0.0
                 )
                 up_at = h_at + (rank_pages + i) * page_stride
                 up_h = tl.load(up_at, mask=owns_up & (more_up != 0), other=0.0)
-                gate_delta = page_dot(gate_h, gate_b, gate_delta, not EXACT)
-                up_delta = page_dot(up_h, up_b, up_delta, not EXACT)
+                gate_delta = page_dot(gate_h, gate_b, gate_delta, gate.dtype, not EXACT)
+                up_delta = page_dot(up_h, up_b, up_delta, up.dtype, not EXACT)
         gate = add_delta(gate, gate_delta, adds_gate, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
         up = add_delta(up, up_delta, adds_up, heap_ptr, up_affine, columns, WIDTH, AFFINE)
         out_at = out_ptr + token * WIDTH + columns[None, :]

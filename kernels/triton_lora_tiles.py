@@ -12,7 +12,8 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
-from kernels.lora_rows import ROW_BITS, UNIT_BYTES
+from kernels.lora_rows import INT8_GROUP, ROW_BITS, SCALE_BYTES, UNIT_BYTES
+from kernels.triton_int8 import widen
 
 # Of a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
 # thread. The same everywhere, for the order of a sum depends on it.
@@ -25,6 +26,10 @@ COUNTERS_OF_TILE = tl.constexpr(COUNTERS)
 _ROW_BITS = tl.constexpr(ROW_BITS)
 _ROW_MASK = tl.constexpr((1 << ROW_BITS) - 1)
 _UNIT_BITS = tl.constexpr(8 * UNIT_BYTES)
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
+# Neighbouring columns that a thread reads of a row, in every type: a thread of one warp then has
+# all rows of its columns. int8 is read in words: a thread would hold each byte in a register.
+_GROUP = tl.constexpr(INT8_GROUP)
 
 
 @triton.jit
@@ -74,15 +79,68 @@ def strip_at(heap_ptr, entry):
 
 
 @triton.jit
-def load_strip(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
-    """Returns [PAGE, columns] of a strip [rows, width], zeros beyond its rows, of which no byte is
-    read. IS_EVEN: all columns exist."""
+def is_int8(heap_ptr):
+    """Returns whether the heap's strips are integers of 8 bits, in the compiler."""
+    return heap_ptr.dtype.element_ty == tl.int8
+
+
+@triton.jit
+def read_columns(heap_ptr, COLUMNS: tl.constexpr):
+    """Returns the columns by which strips are read: all, or the first of every group in int8."""
+    if is_int8(heap_ptr):
+        columns = tl.arange(0, COLUMNS // _GROUP) * _GROUP
+    else:
+        columns = tl.arange(0, COLUMNS)
+    return columns
+
+
+@triton.jit
+def a_at(heap_ptr, entry):
+    """Returns the address of the numbers of a strip of A, and its number of rows."""
+    at, rows = strip_at(heap_ptr, entry)
+    if is_int8(heap_ptr):
+        at += _SCALE_BYTES
+    return at, rows
+
+
+@triton.jit
+def load_scales(heap_ptr, entry):
+    """Returns the scales [PAGE] float32 of a strip of A in int8, 1 beyond its rows."""
     at, rows = strip_at(heap_ptr, entry)
     lanes = tl.arange(0, PAGE)
+    scales_at = at.to(tl.pointer_type(tl.float32), bitcast=True) + lanes
+    return tl.load(scales_at, mask=lanes < rows, other=1.0)
+
+
+@triton.jit
+def load_strip(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
+    """Returns the `columns`, of `read_columns`, of a strip of B [rows, width] for `widen`: [PAGE,
+    columns], in int8 in words; zeros beyond its rows, of which no byte is read. IS_EVEN: all
+    columns exist."""
+    at, rows = strip_at(heap_ptr, entry)
+    return load_rows(at, rows, tl.arange(0, PAGE), columns, width, IS_EVEN)
+
+
+@triton.jit
+def load_a(heap_ptr, entry, columns, width, IS_EVEN: tl.constexpr):
+    """Returns columns of a strip of A [rows, width] as `load_strip` does."""
+    at, rows = a_at(heap_ptr, entry)
+    return load_rows(at, rows, tl.arange(0, PAGE), columns, width, IS_EVEN)
+
+
+@triton.jit
+def load_rows(at, rows, lanes, columns, width, IS_EVEN: tl.constexpr):
+    """Returns the rows `lanes` and the `columns`, of `read_columns`, of a strip at this address."""
     mask = (lanes < rows)[:, None]
     if not IS_EVEN:
         mask = mask & (columns < width)[None, :]
-    return tl.load(at + lanes[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    if at.dtype.element_ty == tl.int8:
+        words = at.to(tl.pointer_type(tl.int32), bitcast=True) + lanes[:, None] * (width // 4)
+        words = (words + (columns // 4)[None, :])[:, :, None] + tl.arange(0, _GROUP // 4)
+        found = tl.load(words, mask=mask[:, :, None], other=0)
+    else:
+        found = tl.load(at + lanes[:, None] * width + columns[None, :], mask=mask, other=0)
+    return found
 
 
 @triton.jit
@@ -96,9 +154,18 @@ def find_affine(entries_ptr, page, live, STRIDE: tl.constexpr, AFFINE: tl.conste
 
 
 @triton.jit
-def load_affine(heap_ptr, entry, columns, width):
+def affine_at(heap_ptr, entry, TYPE: tl.constexpr):
+    """Returns the address of affine rows, which are in the activations' TYPE in any heap, and their
+    number."""
+    if is_int8(heap_ptr):
+        heap_ptr = heap_ptr.to(tl.pointer_type(TYPE), bitcast=True)
+    return strip_at(heap_ptr, entry)
+
+
+@triton.jit
+def load_affine(heap_ptr, entry, columns, width, TYPE: tl.constexpr):
     """Returns gains and offsets, [columns] float32 each, zeros without."""
-    at, rows = strip_at(heap_ptr, entry)
+    at, rows = affine_at(heap_ptr, entry, TYPE)
     gain = tl.load(at + columns, mask=columns < tl.where(rows > 0, width, 0), other=0.0)
     offset_at = at + width + columns
     offset = tl.load(offset_at, mask=columns < tl.where(rows > 1, width, 0), other=0.0)
@@ -112,7 +179,7 @@ def add_row(y, delta, heap_ptr, affine, columns, width, AFFINE: tl.constexpr):
     wide = y.to(tl.float32)
     if AFFINE:  # noqa: SIM102  this condition is the compiler's
         if affine != 0:
-            gain, offset = load_affine(heap_ptr, affine, columns, width)
+            gain, offset = load_affine(heap_ptr, affine, columns, width, y.dtype)
             wide += wide * gain + offset
     return (wide + delta).to(y.dtype)
 
@@ -154,13 +221,13 @@ def _add_both(a_0, a_1, b_0, b_1):
 
 
 @triton.jit
-def page_delta(planes_0, planes_1, b):
-    """Returns h B of two rows, [columns] each; the bridge h is summed, then rounded to B's type.
-    One pass over B for both: two passes would keep it in float32 in between, in twice the
-    registers."""
-    h_0 = tl.sum(planes_0, axis=0).to(b.dtype).to(tl.float32)[:, None]
-    h_1 = tl.sum(planes_1, axis=0).to(b.dtype).to(tl.float32)[:, None]
-    wide = b.to(tl.float32)
+def page_delta(planes_0, planes_1, b, TYPE: tl.constexpr):
+    """Returns h B of two rows, [columns] each; the bridge h is summed, then rounded to the
+    activations' TYPE. One pass over B for both: two passes would keep it in float32 in between, in
+    twice the registers."""
+    h_0 = tl.sum(planes_0, axis=0).to(TYPE).to(tl.float32)[:, None]
+    h_1 = tl.sum(planes_1, axis=0).to(TYPE).to(tl.float32)[:, None]
+    wide = widen(b, tl.float32)
     if INTERPRETED:  # the interpreter would call a separate function for every element
         delta_0, delta_1 = tl.sum(h_0 * wide, axis=0), tl.sum(h_1 * wide, axis=0)
     else:
@@ -173,10 +240,10 @@ def pair_delta(
     heap_ptr,
     entries_ptr,  # of the slice's B
     entry,  # of the first page
-    b,  # the first page [PAGE, columns]
+    b,  # the first page
     planes_0,  # the first page's of the pair
     planes_1,
-    columns,
+    columns,  # of `read_columns`
     width,
     num_pages,
     first,
@@ -190,10 +257,11 @@ def pair_delta(
     NUM_PLANES: tl.constexpr,
     STRIDE: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
-    """Returns h B of a pair of rows, [columns] float32 each, and the first page again for the next
+    """Returns h B of a pair of rows, [COLUMNS] float32 each, and the first page again for the next
     pair."""
-    delta_0, delta_1 = page_delta(planes_0, planes_1, b)
+    delta_0, delta_1 = page_delta(planes_0, planes_1, b, TYPE)
     if num_pages > 1:
         for i in range(1, num_pages):
             more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
@@ -203,7 +271,7 @@ def pair_delta(
                 planes_ptr, block + i, num_blocks, row, tl.where(more != 0, left, 0), num_rows,
                 NUM_PLANES,
             )  # fmt: skip
-            more_0, more_1 = page_delta(planes_0, planes_1, b)
+            more_0, more_1 = page_delta(planes_0, planes_1, b, TYPE)
             delta_0 += more_0
             delta_1 += more_1
         b = load_strip(heap_ptr, tl.where(left > 2, entry, 0), columns, width, IS_EVEN)
@@ -217,15 +285,16 @@ def add_delta(y, delta, live, heap_ptr, affine, columns, width, AFFINE: tl.const
     wide = y.to(tl.float32)
     if AFFINE:  # noqa: SIM102  this condition is the compiler's
         if affine != 0:
-            gain, offset = load_affine(heap_ptr, affine, columns, width)
+            gain, offset = load_affine(heap_ptr, affine, columns, width, y.dtype)
             wide += wide * gain[None, :] + offset[None, :]
     return tl.where(live, (wide + delta).to(y.dtype), y)
 
 
 @triton.jit
-def page_dot(h, b, acc, UPCAST: tl.constexpr):
-    """Returns acc + h b, with h rounded to the type of b first."""
-    h = h.to(b.dtype)
+def page_dot(h, b, acc, TYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Returns acc + h b, with both in TYPE first."""
+    h = widen(h, TYPE)
+    b = widen(b, TYPE)
     if UPCAST:
         return tl.dot(h.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(h, b, acc, input_precision="ieee")

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.lora_rows import BLANK_ENTRY, ROW_BITS, UNIT_BYTES, SiteRows
+from kernels.lora_rows import (
+    BLANK_ENTRY,
+    ROW_BITS,
+    SCALE_BYTES,
+    UNIT_BYTES,
+    SiteRows,
+    row_scales,
+)
 from kernels.lora_shrink_expand import Affine, Delta, EmbeddingDelta
 from lora.page_image import PackedAdapter, PageLayout, Strip, in_blocks
 from lora.sites import Site
@@ -40,7 +47,7 @@ class AdapterHeap:
         # Bytes that no entry names are not read: they need no value.
         size = num_blocks * layout.block_bytes
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        self._elements = self._bytes.view(layout.dtype)
+        self._elements = self._bytes.view(layout.row_dtype)
         self.blank_page = num_blocks
         shape = (num_blocks + 1, layout.num_entries)
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -90,14 +97,15 @@ class AdapterHeap:
         return {site: tuple(some) for site, some in found.items()}  # type: ignore[misc]
 
     def _runs(self, strips: Sequence[Strip], pages: Sequence[Sequence[int]]) -> list[_Run]:
-        """Joins pages [pages, strips] that follow each other in all strips."""
-        unit, runs = UNIT_BYTES // self._layout.dtype.itemsize, list[_Run]()
+        """Joins pages [pages, strips] that follow each other in all strips. In int8 scales are
+        between them."""
+        unit, runs = UNIT_BYTES // self._elements.element_size(), list[_Run]()
         for entries in pages:
             rows = entries[0] & (1 << ROW_BITS) - 1
             if rows == 0:
                 break  # beyond the module's rank
             starts = tuple((entry >> ROW_BITS) * unit for entry in entries)
-            last = runs[-1] if runs else None
+            last = runs[-1] if runs and not self._layout.is_int8 else None
             if last and starts == tuple(
                 start + last.rows * strip.width
                 for start, strip in zip(last.starts, strips, strict=True)
@@ -108,27 +116,40 @@ class AdapterHeap:
         return runs
 
     def _delta(self, strips: Sequence[Strip], run: _Run) -> Delta:
+        (first,) = [start for strip, start in run.of(strips) if strip.side == "a"]
         (a,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "a"]
         b = [(s.start, self._view(s, start, run)) for s, start in run.of(strips) if s.side == "b"]
-        return Delta(strips[0].index, a, tuple(b))
+        return Delta(strips[0].index, a, tuple(b), self._scales(first, run))
 
     def _affine(self, strip: Strip, entry: int) -> Affine:
         rows = entry & (1 << ROW_BITS) - 1
-        start = (entry >> ROW_BITS) * (UNIT_BYTES // self._layout.dtype.itemsize)
-        numbers = self._elements[start : start + rows * strip.width]
+        numbers = self._bytes.view(self._layout.dtype)
+        start = (entry >> ROW_BITS) * (UNIT_BYTES // numbers.element_size())
+        numbers = numbers[start : start + rows * strip.width]
         return Affine(strip.index, numbers.view(rows, strip.width))
 
     def _embedding_delta(self, strips: Sequence[Strip], run: _Run) -> EmbeddingDelta:
         starts = [start for strip, start in run.of(strips) if strip.side == "a"]
         (b,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "b"]
-        device = self._elements.device
-        return EmbeddingDelta(self._elements, torch.tensor(starts).to(device), strips[0].width, b)
+        scales = self._scales(starts[0], run)  # those of every piece are the same
+        offset = 0 if scales is None else SCALE_BYTES
+        places = torch.tensor([start + offset for start in starts])
+        width, device = strips[0].width, self._elements.device
+        return EmbeddingDelta(self._elements, places.to(device), width, b, scales)
+
+    def _scales(self, start: int, run: _Run) -> torch.Tensor | None:
+        """Returns the scales [rows] of the strip of A that begins there, None without."""
+        if not self._layout.is_int8:
+            return None
+        return row_scales(self._elements, start // UNIT_BYTES, run.rows)
 
     def _view(self, strip: Strip, start: int, run: _Run) -> torch.Tensor:
         """Returns [rows, columns] without the columns beyond the end of the matrix."""
-        rows = self._elements[start : start + run.rows * strip.width].view(run.rows, strip.width)
         site = self._sites[strip.site]
         is_a = strip.side == "a"
+        if is_a and self._layout.is_int8:
+            start += SCALE_BYTES
+        rows = self._elements[start : start + run.rows * strip.width].view(run.rows, strip.width)
         width = site.in_features if is_a else site.slices[strip.index].out_features
         return rows[:, : width - strip.start]
 
@@ -146,6 +167,7 @@ class AdapterHeap:
             tuple(part.out_features for part in site.slices),
             next(s.width for s in strips if s.side == wide) if site.is_optional else 0,
             end - middle if columns[-1] >= end else 0,
+            self._layout.dtype,
         )
 
 

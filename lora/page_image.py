@@ -10,17 +10,18 @@ and checks for overflow: slow work for any thread. Free of devices and residency
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from kernels.lora_plan import PAGE_ROWS as PAGE_ROWS
-from kernels.lora_rows import ROW_BITS, UNIT_BYTES, make_entry
+from kernels.lora_rows import INT8_GROUP, ROW_BITS, SCALE_BYTES, UNIT_BYTES, make_entry
 from lora.adapter import Adapter, ModuleWeights
 from lora.convert import RowsCopy, copy_rows, fits
 from lora.errors import AdapterError, AdapterTooLargeError
+from lora.int8 import quantized
 from lora.sites import Site
 
 _MIN_BLOCK_BYTES = 8192
@@ -88,19 +89,32 @@ class _Place:
 
 class PageLayout:
     def __init__(
-        self, sites: Sequence[Site], dtype: torch.dtype, *, has_affine: bool = True
+        self,
+        sites: Sequence[Site],
+        dtype: torch.dtype,
+        *,
+        has_affine: bool = True,
+        is_int8: bool = False,
     ) -> None:
-        """`has_affine`: the table has entries for affine rows."""
+        """`has_affine`: the table has entries for affine rows. `is_int8`: A and B are in int8, by
+        `lora.int8`, and a strip of A begins with its scales; affine rows are in `dtype`. Raises
+        AdapterError if int8 does not suit the sites."""
         self.dtype = dtype
+        self.is_int8 = is_int8
         self.has_affine = has_affine
-        row_bytes = PAGE_ROWS * dtype.itemsize
+        row_bytes = PAGE_ROWS * self.row_dtype.itemsize
         widest = max(
             (w for site in sites if not site.is_optional for w in _widths(site)), default=1
         )
         # A power of two that holds any strip but those of optional sites.
-        self.block_bytes = max(_MIN_BLOCK_BYTES, 1 << (widest * row_bytes - 1).bit_length())
-        self._max_width = self.block_bytes // row_bytes
+        offset = SCALE_BYTES if is_int8 else 0
+        self.block_bytes = max(
+            _MIN_BLOCK_BYTES, 1 << (widest * row_bytes + offset - 1).bit_length()
+        )
+        self._max_width = (self.block_bytes - offset) // row_bytes
         self.strips = tuple(strip for site in sites for strip in self._strips(site))
+        if is_int8:
+            _check_widths(self.strips)
         self._entries_of: dict[str, list[int]] = defaultdict(list)  # by module
         # Slices of one module have one A: its entry, and those of the other slices.
         self._sharers: dict[int, list[int]] = defaultdict(list)
@@ -115,6 +129,11 @@ class PageLayout:
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
         usual = (part.module for site in sites if not site.is_optional for part in site.slices)
         self.page_bytes = self._bytes_of(dict.fromkeys(usual, (PAGE_ROWS, 0)))
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The type of A and B."""
+        return torch.int8 if self.is_int8 else self.dtype
 
     @property
     def bytes_per_block(self) -> int:
@@ -134,9 +153,10 @@ class PageLayout:
         adapter: Adapter,
         allocate: Callable[[int], torch.Tensor],
         room_bytes: int | None = None,
+        max_pages: int | None = None,
     ) -> PackedAdapter:
         """Packs an adapter. Raises AdapterTooLargeError if it needs more of the device than
-        `room_bytes`.
+        `room_bytes`, or more than `max_pages`: in int8 some rows become two.
 
         `allocate`: returns host memory of a given size, with any content.
         """
@@ -146,6 +166,9 @@ class PageLayout:
                 "the adapter uses DoRA or has biases, for which this engine has no room: set "
                 "affine_adapters to true"
             )
+        scales: Mapping[str, torch.Tensor] = {}
+        if self.is_int8:
+            adapter, scales = quantized(adapter)
         places, size = self._place(_shapes(adapter))
         num_pages = -(-adapter.rank // PAGE_ROWS)
         num_blocks = self._num_blocks(size, num_pages)
@@ -158,14 +181,22 @@ class PageLayout:
         for place in places:
             if place.page == 0:
                 self._check_range(self.strips[place.entry], adapter)
+        if max_pages is not None and num_pages > max_pages:
+            raise AdapterTooLargeError(
+                f"adapter {adapter.digest} has numbers far above the others of their row and takes "
+                f"{adapter.rank} ranks in int8; the limit is {max_pages * PAGE_ROWS} "
+                "(max_lora_rank); use lora_dtype: auto"
+            )
         memory = allocate(size + 8 * num_pages * self.num_entries)
         entries = torch.zeros((num_pages, self.num_entries), dtype=torch.int64)
-        table, numbers = entries.numpy(), memory[:size].view(self.dtype)
+        table = entries.numpy()
         copies: list[RowsCopy] = []
         for place in places:
             sharers = self._sharers.get(place.entry, ())
             table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
-            copies.append(self._copy(numbers, place, adapter))
+            copies.append(self._copy(memory, place, adapter))
+            if self.is_int8 and self.strips[place.entry].side == "a":
+                copies.append(_scales_copy(memory, place, scales[self.strips[place.entry].module]))
         copy_rows(copies)
         return PackedAdapter(
             adapter.digest,
@@ -184,11 +215,12 @@ class PageLayout:
         by_size: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for module, (rank, num_affine) in shapes.items():
             for entry in self._entries_of.get(module, ()):
-                row = self.strips[entry].width * self.dtype.itemsize
-                height = num_affine if self.strips[entry].side == "affine" else rank
+                strip = self.strips[entry]
+                row = strip.width * self._dtype_of(strip).itemsize
+                height = num_affine if strip.side == "affine" else rank
                 for page in range(-(-height // PAGE_ROWS)):
                     rows = min(PAGE_ROWS, height - page * PAGE_ROWS)
-                    size = -(-rows * row // UNIT_BYTES) * UNIT_BYTES
+                    size = -(-(rows * row + self._offset(strip)) // UNIT_BYTES) * UNIT_BYTES
                     by_size[size].append((page, entry, rows))
         places: list[_Place] = []
         filled: list[int] = []  # bytes of each block
@@ -212,8 +244,8 @@ class PageLayout:
         return max(-(-image_bytes // self.block_bytes), num_pages)
 
     def _copy(self, memory: torch.Tensor, place: _Place, adapter: Adapter) -> RowsCopy:
-        """Returns the copy into a strip of `memory`, which is of the layout's type, and writes the
-        zeros beyond the last column of the matrix."""
+        """Returns the copy into a strip of `memory` [bytes], and writes the zeros beyond the last
+        column of the matrix."""
         strip = self.strips[place.entry]
         numbers, scale = _side(adapter.modules[strip.module], strip)
         if place.page or len(numbers) > place.rows:
@@ -221,15 +253,25 @@ class PageLayout:
         start = strip.offset + strip.start
         if start or numbers.shape[1] > strip.width:
             numbers = numbers[:, start:][:, : strip.width]
-        at = memory.storage_offset() + place.start // self.dtype.itemsize
-        rows = memory.as_strided((place.rows, strip.width), (strip.width, 1), at)
+        dtype, begin = self._dtype_of(strip), place.start + self._offset(strip)
+        end = begin + place.rows * strip.width * dtype.itemsize
+        rows = memory[begin:end].view(dtype).view(place.rows, strip.width)
         if (width := numbers.shape[1]) < strip.width:
             rows[:, width:].zero_()
             rows = rows[:, :width]
         return RowsCopy(rows, numbers, scale)
 
+    def _dtype_of(self, strip: Strip) -> torch.dtype:
+        return self.dtype if strip.side == "affine" else self.row_dtype
+
+    def _offset(self, strip: Strip) -> int:
+        """Returns the bytes before the first row of a strip."""
+        return SCALE_BYTES if self.is_int8 and strip.side == "a" else 0
+
     def _check_range(self, strip: Strip, adapter: Adapter) -> None:
         weights = adapter.modules[strip.module]
+        if self._dtype_of(strip) == torch.int8:
+            return
         if weights.bound > torch.finfo(self.dtype).max and not fits(
             *_side(weights, strip), self.dtype
         ):
@@ -277,6 +319,21 @@ def in_blocks(entries: torch.Tensor, blocks: torch.Tensor, block_bytes: int) -> 
     place = entries >> ROW_BITS
     moved = (blocks[place // units] * units + place % units) << ROW_BITS
     return torch.where(entries != 0, moved | entries & (1 << ROW_BITS) - 1, 0)
+
+
+def _scales_copy(memory: torch.Tensor, place: _Place, scales: torch.Tensor) -> RowsCopy:
+    own = scales[PAGE_ROWS * place.page :][: place.rows]
+    end = place.start + 4 * place.rows
+    return RowsCopy(memory[place.start : end].view(torch.float32)[None], own[None])
+
+
+def _check_widths(strips: Sequence[Strip]) -> None:
+    for strip in strips:
+        if strip.side != "affine" and strip.width % INT8_GROUP:
+            raise AdapterError(
+                f"adapters in int8 need widths that are multiples of {INT8_GROUP}, but "
+                f"{strip.module} has one of {strip.width}"
+            )
 
 
 def _widths(site: Site) -> Iterator[int]:

@@ -51,16 +51,18 @@ class AdapterPool:
         max_list: int = MAX_RANK_PAGES,
         *,
         has_affine: bool = True,
+        is_int8: bool = False,
         allocate_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """`stream`: the CUDA stream of the steps; None: the stream that is current in each call.
         `copier`: None selects the device's, none on a CPU. `max_list`: the most pages of a key.
-        `has_affine`: also for adapters with affine rows, as DoRA and biases need. `allocate_host`:
-        returns memory for images; None: such as the device's copies need."""
+        `has_affine`: also for adapters with affine rows, as DoRA and biases need. `is_int8`: A and
+        B are in int8 (`lora.int8`). `allocate_host`: returns memory for images; None: such as the
+        device's copies need."""
         self.dtype = dtype
         self.device = torch.device(device)
         self.serves_affine = has_affine
-        self._layout = PageLayout(sites, dtype, has_affine=has_affine)
+        self._layout = PageLayout(sites, dtype, has_affine=has_affine, is_int8=is_int8)
         self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
         self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)
         if copier is None and self.device.type == "cuda":
@@ -139,8 +141,8 @@ class AdapterPool:
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it.
-        Raises AdapterTooLargeError if the empty pool has no room for it."""
-        return self._layout.pack(adapter, self._allocate_host, self.reserved_bytes)
+        Raises AdapterTooLargeError if the empty pool has no room for it, or a request none."""
+        return self._layout.pack(adapter, self._allocate_host, self.reserved_bytes, self._max_list)
 
     def insert(self, packed: PackedAdapter) -> tuple[str, ...]:
         """Keeps an adapter on the host. Returns the digests that were dropped to make room."""

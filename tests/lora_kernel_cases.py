@@ -18,7 +18,7 @@ from kernels.lora_plan import (
     write_lora_plan,
 )
 from kernels.lora_rows import SiteRows
-from tests.lora_strips import make_site_rows, pages_of
+from tests.lora_strips import in_int8, make_site_rows, pages_of
 
 Rank = int | tuple[int, ...]  # of all slices, or of the first ones; 0: the adapter lacks it
 BLANK = -1  # of a mixture: the blank page, which has every matrix without rows
@@ -137,6 +137,7 @@ def make_case(
     seed: int = 0,
     max_tokens: int | None = None,
     affine: Sequence[Rank] = (),  # affine rows: 0, 1 or 2
+    is_int8: bool = False,
 ) -> LoraCase:
     """Returns a case with shuffled pages; memory that no adapter has is full of NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -165,16 +166,23 @@ def make_case(
         )
         for rank in each
     )
+    stored: Sequence[Sequence[Sequence[torch.Tensor]]] = weights  # A, B, perhaps scales
+    if is_int8:
+        stored = tuple(tuple(in_int8(a, b) for a, b in own) for own in weights)
+        weights = tuple(
+            tuple((a.float() * scales[:, None], b.float()) for a, b, scales in own)
+            for own in stored
+        )
     cut = [
         [
             {
                 p: m
-                for own, w in zip(adapters, weights, strict=True)
+                for own, w in zip(adapters, stored, strict=True)
                 for p, m in pages_of(w[s][side], own).items()
             }
             for s in range(len(sizes))
         ]
-        for side in (0, 1)
+        for side in range(3 if is_int8 else 2)
     ]
     each_affine = [(rows,) * len(sizes) if isinstance(rows, int) else rows for rows in affine]
     affine_rows = tuple(
@@ -185,7 +193,16 @@ def make_case(
         {own[0]: rows[s] for own, rows in zip(adapters, affine_rows, strict=True) if len(rows[s])}
         for s in range(len(sizes) if affine_rows else 0)
     ]
-    site = make_site_rows(total, *cut, in_features, sizes, dtype, device, affine=first_pages)
+    site = make_site_rows(
+        total,
+        *cut[:2],
+        in_features,
+        sizes,
+        dtype,
+        device,
+        affine=first_pages,
+        scales=cut[2] if is_int8 else (),
+    )
     return LoraCase(
         numbers(num_tokens, in_features).to(device),
         numbers(num_tokens, sum(sizes)).to(device),

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kernels.lora_plan import PAGE_ROWS
-from kernels.lora_rows import BLANK_ENTRY, UNIT_BYTES, SiteRows, make_entry
+from kernels.lora_rows import BLANK_ENTRY, SCALE_BYTES, UNIT_BYTES, SiteRows, make_entry
+from lora.adapter import Adapter, ModuleWeights
+from lora.int8 import quantized
 
 Matrices = Mapping[int, torch.Tensor]  # by page: [rows, width]
 
@@ -31,29 +33,45 @@ def make_site_rows(
     device: torch.device | str = "cpu",
     other_entries: int = 3,  # entries of a page that belong to other sites
     affine: Sequence[Matrices] = (),  # of each slice: [1 or 2, N_s], of first pages
+    scales: Sequence[Mapping[int, torch.Tensor]] = (),  # of each slice's A in int8, by page: [rows]
 ) -> SiteRows:
     """Returns the rows with NaN between the strips, which are in an order of their own; page
-    `num_pages` is blank."""
+    `num_pages` is blank. With `scales` A and B are int8."""
     draw = torch.Generator().manual_seed(3)
     flat = [
         (entry, page, rows)
         for entry, matrices in enumerate([*a, *b, *affine])
         for page, rows in matrices.items()
     ]
-    unit = UNIT_BYTES // dtype.itemsize
     table = torch.zeros((num_pages + 1, other_entries + 3 * len(sizes)), dtype=torch.int64)
     table[num_pages] = BLANK_ENTRY
-    starts, end = [], unit
+    places, end = list[tuple[int, torch.Tensor]](), UNIT_BYTES
     for i in torch.randperm(len(flat), generator=draw).tolist():
         entry, page, rows = flat[i]
-        starts.append((end, rows))
-        table[page, other_entries + entry] = make_entry(end * dtype.itemsize, len(rows))
-        end += (-(-rows.numel() // unit) + 1) * unit
-    heap = torch.full((end,), float("nan"), dtype=dtype, device=device)
-    for start, rows in starts:
-        heap[start : start + rows.numel()] = rows.reshape(-1).to(device, dtype)
+        table[page, other_entries + entry] = make_entry(end, len(rows))
+        offset = 0
+        if entry < len(scales):
+            places.append((end, scales[entry][page]))
+            offset = SCALE_BYTES
+        numbers = rows if rows.dtype == torch.int8 else rows.to(dtype)
+        places.append((end + offset, numbers))
+        end += (-(-(numbers.nbytes + offset) // UNIT_BYTES) + 1) * UNIT_BYTES
+    # Bytes of 255 are NaN in every float type.
+    memory = torch.full((end,), 255, dtype=torch.uint8)
+    for start, numbers in places:
+        memory[start : start + numbers.nbytes] = numbers.contiguous().view(-1).view(torch.uint8)
+    heap = memory.to(device).view(torch.int8 if scales else dtype)
     entries = table.to(device)[:, other_entries:]
     slices = len(sizes)
     a_entries, b_entries = entries[:, :slices], entries[:, slices : 2 * slices]
     step = slices if affine else 0
-    return SiteRows(heap, a_entries, b_entries, in_features, tuple(sizes), affine=step)
+    return SiteRows(
+        heap, a_entries, b_entries, in_features, tuple(sizes), affine=step, activations=dtype
+    )
+
+
+def in_int8(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns A [r, K] and B [r, N] in int8, and the scales [r] of their products."""
+    adapter = Adapter("", len(a), {"one": ModuleWeights(a, b)}, 0, is_noop=False)
+    rows, scales = quantized(adapter)
+    return rows.modules["one"].lora_a, rows.modules["one"].lora_b, scales["one"]

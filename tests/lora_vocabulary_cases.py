@@ -18,7 +18,7 @@ from kernels.lora_plan import (
 )
 from kernels.lora_rows import ROW_BITS, UNIT_BYTES, SiteRows
 from tests.lora_kernel_cases import BLANK, Mixture, Run, parts_of
-from tests.lora_strips import Matrices, make_site_rows, pages_of
+from tests.lora_strips import Matrices, in_int8, make_site_rows, pages_of
 
 # Ranks of the adapters (0: the adapter lacks the site, and has a page at others), and runs of rows.
 Mix = tuple[tuple[int, ...], tuple[Run, ...]]
@@ -155,6 +155,7 @@ def make_vocabulary_case(
     dtype: torch.dtype = torch.float16,
     device: str = "cpu",
     has_site: bool = True,
+    is_int8: bool = False,
 ) -> VocabularyCase:
     """Returns a case of the head or the embedding with shuffled pages; memory that no adapter has
     is full of NaN. `piece`: columns of a strip; the vocabulary's own number for one strip."""
@@ -178,11 +179,17 @@ def make_vocabulary_case(
         ((numbers(rank, width_a) * scale).to(dtype), numbers(rank, width_b).to(dtype))
         for rank in ranks
     )
-    a, b = (_pages([own[side] for own in weights], adapters) for side in (0, 1))
+    scales: Matrices = {}
+    if is_int8:
+        stored = [in_int8(*own) for own in weights]
+        a, b, scales = (_pages([own[side] for own in stored], adapters) for side in (0, 1, 2))
+        weights = tuple((a8.float() * each[:, None], b8.float()) for a8, b8, each in stored)
+    else:
+        a, b = (_pages([own[side] for own in weights], adapters) for side in (0, 1))
     wide = _cut(b if is_head else a, vocab, piece)
     site = _site_rows(
         total, [a] if is_head else wide, wide if is_head else [b],
-        (width_a, width_b), is_head, piece, dtype, device,
+        (width_a, width_b), is_head, piece, dtype, device, scales,
     )  # fmt: skip
     tokens = sum(rows for _, rows in runs)
     ids = torch.randint(0, vocab, (tokens,), generator=draw, dtype=torch.int32)
@@ -240,11 +247,13 @@ def _site_rows(
     piece: int,
     dtype: torch.dtype,
     device: str,
+    scales: Matrices,  # of A in int8
 ) -> SiteRows:
     """Lays all strips of both sides into one heap, as if each were a slice's A."""
     strips: list[Matrices] = [*a, *b]
     none: list[Matrices] = [{} for _ in strips]
-    flat = make_site_rows(num_pages, strips, none, 0, [0] * len(strips), dtype, device)
+    of_a = [scales for _ in a] if scales else []
+    flat = make_site_rows(num_pages, strips, none, 0, [0] * len(strips), dtype, device, scales=of_a)
     return SiteRows(
         flat.heap,
         flat.a_entries[:, : len(a)],
@@ -252,4 +261,5 @@ def _site_rows(
         widths[0],
         (widths[1],),
         piece,
+        activations=dtype,
     )

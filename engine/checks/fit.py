@@ -1,8 +1,9 @@
 """The memory that a base needs, from its files' headers, before anything is loaded: does it fit a
 device, and how much room is left for adapters and KV?
 
-An estimate for the defaults of the configuration, but for `quantization` and `kv_cache_dtype`. What
-a step and its graphs need is measured by the engine at its start; RESERVED_BYTES stand for it here.
+An estimate for the defaults of the configuration, but for `quantization`, `kv_cache_dtype` and
+`lora_dtype`. What a step and its graphs need is measured by the engine at its start; RESERVED_BYTES
+stand for it here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import Checkpoint
-from engine.config import EngineConfig, KVCacheDtype, QuantizationSetting
+from engine.config import EngineConfig, KVCacheDtype, LoraDtype, QuantizationSetting
+from engine.device_memory import page_layout
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
@@ -31,11 +33,10 @@ from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
-from engine.resolved import resolve_fp8, resolve_kv_dtype, serves_ranks
+from engine.resolved import check_lora_dtype, resolve_fp8, resolve_kv_dtype, serves_ranks
 from engine.weight_shapes import is_matrix, is_norm, layer_matrices
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
-from lora.page_image import PageLayout
 
 RESERVED_BYTES = 3 * GIB  # of a CUDA device: activations, graphs and libraries
 _MEANT: Capability = (9, 0)  # of a device of which only the memory is given
@@ -55,6 +56,7 @@ class Fit:
     kv_tokens: int  # that fit beside weights and adapters
     not_in_4_bits: str = ""  # the matrices of a 4-bit checkpoint that cannot stay so, and why
     kv_words: str = ""  # the type of KV, where it is not that of the activations
+    adapter_words: str = ""  # likewise that of adapters
     num_ranks: int = 1  # each on a device of its own, or with its share of the host's memory
 
     @property
@@ -74,8 +76,9 @@ class Fit:
         if not self.fits:
             return facts | {"fits": "no: nothing is left for KV"}
         return facts | {
-            "fits": f"yes, with about {self.num_adapters:,} adapters of rank 16 on the device and "
-            f"{self.kv_tokens:,} tokens of KV{self.kv_words}"
+            "fits": f"yes, with about {self.num_adapters:,} adapters of rank 16"
+            f"{self.adapter_words} on the device and {self.kv_tokens:,} tokens of "
+            f"KV{self.kv_words}"
         }
 
 
@@ -85,12 +88,13 @@ def estimate_fit(
     quantization: QuantizationSetting = "none",
     num_ranks: int = 1,
     kv_cache_dtype: KVCacheDtype = "auto",
+    lora_dtype: LoraDtype = "auto",
 ) -> Fit:
     """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
-    first one of this machine, or its host memory. `quantization` and `kv_cache_dtype`: as in the
-    configuration of an engine. `num_ranks`: those that share the base, each on such a device, or
-    all in the host's memory. Raises UnsupportedModelError, with the tensor or key and the reason,
-    for a base that the engine refuses or that so many ranks cannot share."""
+    first one of this machine, or its host memory. `quantization`, `kv_cache_dtype` and
+    `lora_dtype`: as in the configuration of an engine. `num_ranks`: those that share the base, each
+    on such a device, or all in the host's memory. Raises UnsupportedModelError, with the tensor or
+    key and the reason, for a base that the engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
     shard = Shard(config, 0, num_ranks)
     if num_ranks > 1 and not serves_ranks(quantization):
@@ -107,12 +111,19 @@ def estimate_fit(
         capability = devices.cuda[0].capability
     else:
         device, memory_bytes = "CPU", available_bytes() // num_ranks
-    meant = EngineConfig(str(folder), "", quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    check_lora_dtype(lora_dtype, num_ranks)
+    meant = EngineConfig(
+        str(folder),
+        "",
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        lora_dtype=lora_dtype,
+    )
     kv_dtype = resolve_kv_dtype(meant, dtype, capability)
     is_fp8 = resolve_fp8(meant, config, dtype, capability)
     int4 = resolve_int4(meant, config, dtype, capability) if num_ranks == 1 else NO_INT4
     weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4, shard=shard)
-    page = PageLayout(shard.sites(), dtype, has_affine=_CONFIG.affine_adapters).page_bytes
+    page = page_layout(meant, shard.sites(), dtype).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
     pool = default_adapter_pool_bytes(
         total=memory_bytes,
@@ -136,6 +147,7 @@ def estimate_fit(
         kv_tokens=_kv_tokens(shard.config, max(0, left), kv_dtype, runs_ahead=is_cuda),
         not_in_4_bits=reasons,
         kv_words=" in FP8" if kv_cache_dtype == "fp8" else "",
+        adapter_words=" in int8" if lora_dtype == "int8" else "",
         num_ranks=num_ranks,
     )
 

@@ -6,7 +6,9 @@ Layers, rows and adapters rotate so that weights come from memory. A line gives 
 `base`, of the same with the library's products (`library`: steps of few rows have others), what the
 adapters `added` to the base, and of each site shrink and expand in a row.
 
-    python -m tests.benchmarks.lora_sites [--cases 1x1,64x32] [--out FILE]
+`--int8`: adapters in int8 as well, in turns.
+
+    python -m tests.benchmarks.lora_sites [--cases 1x1,64x32] [--int8] [--out FILE]
 """
 
 from __future__ import annotations
@@ -71,14 +73,39 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
 
-def random_rows(num_pages: int, in_features: int, sizes: Sequence[int]) -> SiteRows:
+def random_rows(
+    num_pages: int, in_features: int, sizes: Sequence[int], *, is_int8: bool = False
+) -> SiteRows:
     """A whole page of every matrix for each page number."""
+    if is_int8:
+        return int8_rows(num_pages, in_features, sizes)
     a = [
         {p: normal(PAGE_ROWS, in_features, scale=in_features**-0.5) for p in range(num_pages)}
         for _ in sizes
     ]
     b = [{p: normal(PAGE_ROWS, size) for p in range(num_pages)} for size in sizes]
     return make_site_rows(num_pages, a, b, in_features, sizes, torch.bfloat16, "cuda")
+
+
+def int8_rows(num_pages: int, in_features: int, sizes: Sequence[int]) -> SiteRows:
+    def numbers(width: int) -> dict[int, torch.Tensor]:
+        shape = (PAGE_ROWS, width)
+        return {
+            p: torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda").cpu()
+            for p in range(num_pages)
+        }
+
+    scale = torch.full((PAGE_ROWS,), in_features**-0.5 / 127**2)
+    return make_site_rows(
+        num_pages,
+        [numbers(in_features) for _ in sizes],
+        [numbers(size) for size in sizes],
+        in_features,
+        sizes,
+        torch.bfloat16,
+        "cuda",
+        scales=[dict.fromkeys(range(num_pages), scale) for _ in sizes],
+    )
 
 
 def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[LoraPlan, int]:
@@ -97,15 +124,17 @@ def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[L
     return LoraPlan.for_step(device, counts, num_tokens, limit), num_pages
 
 
-def make_calls(site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool) -> list[Call]:
+def make_calls(
+    site: str, num_tokens: int, ranks: Sequence[int], *, decode: bool, is_int8: bool
+) -> list[Call]:
     in_features, sizes = SITES[site]
     plan, num_pages = make_plan(num_tokens, ranks, decode=decode)
     rows = num_pages * PAGE_ROWS
-    weights = 2 * rows * (len(sizes) * in_features + sum(sizes))
+    weights = (1 if is_int8 else 2) * rows * (len(sizes) * in_features + sum(sizes))
     call_bytes = weights + 2 * num_tokens * (in_features + sum(sizes))
     return [
         Call(
-            random_rows(num_pages, in_features, sizes),
+            random_rows(num_pages, in_features, sizes, is_int8=is_int8),
             normal(num_tokens, in_features),
             normal(num_tokens, sum(sizes)),
             plan,
@@ -147,11 +176,11 @@ class Rows:
     plan: LoraPlan
 
 
-def make_layer(num_tokens: int, num_pages: int) -> Layer:
+def make_layer(num_tokens: int, num_pages: int, *, is_int8: bool = False) -> Layer:
     weights, sites = {}, {}
     for site, (in_features, sizes) in SITES.items():
         weights[site] = normal(sum(sizes), in_features, scale=in_features**-0.5)
-        sites[site] = random_rows(num_pages, in_features, sizes)
+        sites[site] = random_rows(num_pages, in_features, sizes, is_int8=is_int8)
     shape = (-(-num_tokens // 16), 16, HEADS[1], HEADS[2])
     return Layer(weights, sites, normal(*shape), normal(*shape), (normal(4096), normal(4096)))
 
@@ -232,25 +261,26 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure(case: str, report: Report) -> None:
+def measure(case: str, report: Report, *, is_int8: bool = False) -> None:
     """`case`: tokens x adapters [x rank]"""
     num_tokens, distinct, rank = (*map(int, case.split("x")), 16)[:3]
     decode = num_tokens < PREFILL_TOKENS
     plan, num_pages = make_plan(num_tokens, [rank] * distinct, decode=decode)
     rows = make_rows(num_tokens, plan)
-    layers = [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)]
+    layers = [make_layer(num_tokens, num_pages, is_int8=is_int8) for _ in range(NUM_LAYERS)]
     library = graph_us([partial(base_layer, layer, rows, library_linear) for layer in layers])
     base = graph_us([partial(base_layer, layer, rows, linear) for layer in layers])
     adapted = graph_us([partial(lora_layer, layer, rows) for layer in layers])
     del layers
-    pairs = {
-        site: round(pair_us(make_calls(site, num_tokens, [rank] * distinct, decode=decode)), 2)
-        for site in SITES
-    }
+    calls = partial(
+        make_calls, num_tokens=num_tokens, ranks=[rank] * distinct, decode=decode, is_int8=is_int8
+    )
+    pairs = {site: round(pair_us(calls(site)), 2) for site in SITES}
     torch.cuda.empty_cache()
     report.emit(
         part="lora_added",
         case=case,
+        lora_dtype="int8" if is_int8 else "bfloat16",
         base_us=round(base, 1),
         library_us=round(library, 1),
         added_us=round(adapted - base, 2),
@@ -289,12 +319,15 @@ def on_meta(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="tokens x adapters [x rank]")
+    parser.add_argument("--int8", action="store_true", help="adapters in int8 as well")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = Report(options.out)
     report.emit_machine("lora_sites")
     for case in options.cases.split(","):
         measure(case, report)
+        if options.int8:
+            measure(case, report, is_int8=True)
 
 
 if __name__ == "__main__":

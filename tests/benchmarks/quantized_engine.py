@@ -1,11 +1,12 @@
-"""Offline throughput of our engine with quantized linears, or with keys and values in FP8, beside
-the same engine in bfloat16.
+"""Offline throughput of our engine with quantized linears, keys and values or adapters, beside the
+same engine in bfloat16.
 
 Both engines are open at once and run each case in turns, so that a clock that moves moves both; the
 workload is that of `engine`: prompts of 256 random tokens, 128 tokens out, greedy, all requests at
 once, with 0 and up to 32 distinct adapters of rank 16. `--scheme fp8` quantises in FP8, `int4` has
 a GPTQ base, symmetric in groups of 128; `kv-fp8` is bfloat16 with `kv_cache_dtype: fp8`, of which
-long prompts have the most. vLLM with the same, where its packages are, runs before in
+long prompts have the most; `lora-int8` is an FP8 base with adapters in int8 beside one with
+adapters in bfloat16. vLLM with the same, where its packages are, runs before in
 a process of its own.
 
     python -m tests.benchmarks.quantized_engine --scheme kv-fp8 --out FILE [--vllm SITE_PACKAGES]
@@ -33,7 +34,8 @@ WARM_UP_TOKENS = 8
 MOST_DISTINCT = 32
 HOST_BYTES = 8 * 1024**3
 # Of the device: both at once, each with room for 256 requests.
-MEMORY = {"bf16": 0.42, "fp8": 0.32, "int4": 0.3, "kv-fp8": 0.42}
+MEMORY = {"bf16": 0.42, "fp8": 0.32, "int4": 0.3, "kv-fp8": 0.42, "lora-int8": 0.32}
+PLAIN = {"lora-int8": "fp8"}  # the other side, where it is not bfloat16
 Sides = dict[str, OurEngine]
 
 
@@ -49,7 +51,7 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
 
 async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[object, ...]]:
     sides: Sides = {}
-    for side in ("bf16", args.scheme):
+    for side in (PLAIN.get(args.scheme, "bf16"), args.scheme):
         shape = SHAPES[args.shape]
         settings = Settings(
             in_gptq(shape) if side == "int4" else shape,
@@ -59,7 +61,8 @@ async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[objec
             max_num_batched_tokens=args.batched_tokens,
             num_blocks=None if args.device == "cuda" else 512,
             others={
-                "quantization": side if side in ("fp8", "int4") else "none",
+                "quantization": _quantization(side),
+                "lora_dtype": "int8" if side == "lora-int8" else "auto",
                 "kv_cache_dtype": "fp8" if side == "kv-fp8" else "auto",
                 "adapter_host_bytes": HOST_BYTES,
             },
@@ -101,11 +104,16 @@ async def _measure(
             line = figures(case, own) | (to_base(own, base) if case.distinct else {})
             report.emit(side=side, shape=args.shape, case=case.name, **line)
             rates.append(float(str(line["output_tokens_per_s"])))
-        pairs = zip(runs["bf16", case.name], runs[args.scheme, case.name], strict=True)
+        plain_side = PLAIN.get(args.scheme, "bf16")
+        pairs = zip(runs[plain_side, case.name], runs[args.scheme, case.name], strict=True)
         ratio = statistics.median(plain.seconds / own.seconds for plain, own in pairs)
-        report.emit(case=case.name, **{f"{args.scheme}_to_bf16": round(ratio, 3)})
+        report.emit(case=case.name, **{f"{args.scheme}_to_{plain_side}": round(ratio, 3)})
         rows.append((case.name, *rates, ratio))
     return rows
+
+
+def _quantization(side: str) -> str:
+    return "fp8" if side in ("fp8", "lora-int8") else "int4" if side == "int4" else "none"
 
 
 def run_vllm(args: argparse.Namespace, report: Report) -> None:
@@ -126,7 +134,7 @@ def run_vllm(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--scheme", choices=["fp8", "int4", "kv-fp8"], required=True)
+    parser.add_argument("--scheme", choices=["fp8", "int4", "kv-fp8", "lora-int8"], required=True)
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--requests", default="1,32,256", help="numbers of requests, by comma")
@@ -145,7 +153,8 @@ def main() -> None:
     if args.vllm:
         run_vllm(args, report)
     rows = asyncio.run(run_ours(args, report))
-    units = ("bf16 tok/s", f"{args.scheme} tok/s", f"{args.scheme}/bf16")
+    plain = PLAIN.get(args.scheme, "bf16")
+    units = (f"{plain} tok/s", f"{args.scheme} tok/s", f"{args.scheme}/{plain}")
     print_table(("case", *units), rows)
 
 

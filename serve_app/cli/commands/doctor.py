@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 
 from engine.checks.fit import Fit, estimate_fit
-from engine.config import KVCacheDtype, QuantizationSetting
+from engine.config import KVCacheDtype, LoraDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
 from registry.catalog import Catalog
@@ -51,6 +51,7 @@ def doctor(
     memory_gib: float | None,
     quantization: str | None,
     kv_cache_dtype: str | None,
+    lora_dtype: str | None,
     ranks: int,
     json: bool,
 ) -> None:
@@ -58,6 +59,7 @@ def doctor(
         raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
     _check_setting("--quantization", quantization, get_args(QuantizationSetting), base)
     _check_setting("--kv-cache-dtype", kv_cache_dtype, get_args(KVCacheDtype), base)
+    _check_setting("--lora-dtype", lora_dtype, get_args(LoraDtype), base)
     if ranks != 1 and base is None:
         raise Failure(f"--ranks is {ranks}: it is for --base FOLDER, which is missing")
     if base is not None and not base.is_dir():
@@ -74,6 +76,7 @@ def doctor(
                 memory_gib,
                 cast("QuantizationSetting", quantization or "none"),
                 cast("KVCacheDtype", kv_cache_dtype or "auto"),
+                cast("LoraDtype", lora_dtype or "auto"),
                 ranks,
             )
         ):
@@ -107,12 +110,13 @@ def _base(
     memory_gib: float | None,
     quantization: QuantizationSetting,
     kv_cache_dtype: KVCacheDtype,
+    lora_dtype: LoraDtype,
     ranks: int,
 ) -> Iterator[Finding]:
     """Checks a base's folder by the headers of its files."""
     memory = None if memory_gib is None else int(memory_gib * _GIB)
     try:
-        fit = estimate_fit(folder, memory, quantization, ranks, kv_cache_dtype)
+        fit = estimate_fit(folder, memory, quantization, ranks, kv_cache_dtype, lora_dtype)
     except UnsupportedModelError as error:
         yield Finding("base", "fail", str(error))
         return

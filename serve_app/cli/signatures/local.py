@@ -94,6 +94,10 @@ def doctor(
         str | None,
         typer.Option("--kv-cache-dtype", help="engine.kv_cache_dtype for --base; default: auto"),
     ] = None,
+    lora_dtype: Annotated[
+        str | None,
+        typer.Option("--lora-dtype", help="engine.lora_dtype for --base; default: auto"),
+    ] = None,
     ranks: Annotated[
         int,
         typer.Option(

@@ -98,9 +98,13 @@ class SiteRows:
     ) -> torch.Tensor | None:
         read = strip_of_a if is_a else strip
         if entries.shape[1] == self.num_slices:
-            return read(self.heap, int(entries[page, index]), width)
-        found = [read(self.heap, entry, self.piece) for entry in entries[page].tolist()]
-        pieces = [piece for piece in found if piece is not None]
+            stored = width
+            if self.heap.dtype == torch.int8:
+                stored = -(-width // INT8_GROUP) * INT8_GROUP  # a small vocabulary has more columns
+            found = read(self.heap, int(entries[page, index]), stored)
+            return None if found is None else found[:, :width]
+        parts = [read(self.heap, entry, self.piece) for entry in entries[page].tolist()]
+        pieces = [piece for piece in parts if piece is not None]
         return torch.cat(pieces, dim=1)[:, :width] if pieces else None
 
 

@@ -30,7 +30,6 @@ from kernels.triton_lora_tiles import (
     PAGE,
     a_at,
     find_strip,
-    is_int8,
     load_scales,
     page_dot,
     read_unit,
@@ -107,7 +106,7 @@ def shrink_unit(
             tl.where(entry != 0, walked, 0), IS_EVEN, False, ROWS, PAGE, BLOCK_K, SPLIT,
             STAGES, UPCAST,
         )  # fmt: skip
-        if is_int8(heap_ptr):
+        if heap_ptr.dtype.element_ty == tl.int8:
             acc *= load_scales(heap_ptr, entry)[:, None]
         block = (plane * NUM_SLICES + part) * rank_pages + index
         there = planes_ptr + (block * num_rows + at_bridge) * PAGE

@@ -21,7 +21,6 @@ from kernels.triton_lora_tiles import (
     PAGE,
     a_at,
     find_strip,
-    is_int8,
     load_strip,
     num_programs,
     page_dot,
@@ -72,7 +71,7 @@ def _add_rows(
             exists = lanes[None, :] < height[:, None]
             h = tl.load(column_at[:, None] + lanes[None, :] * PIECE, mask=exists, other=0)
             h = h.to(tl.float32)
-            if is_int8(heap_ptr):
+            if heap_ptr.dtype.element_ty == tl.int8:
                 scales_at, _ = strip_at(heap_ptr, entry)
                 scales_at = scales_at.to(tl.pointer_type(tl.float32), bitcast=True)
                 h *= tl.load(scales_at[:, None] + lanes[None, :], mask=exists, other=0.0)

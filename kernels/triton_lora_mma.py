@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.lora_plan import SMALL_ROWS
 from kernels.triton_int8 import widen
-from kernels.triton_lora_tiles import PAGE, is_int8, load_rows, page_dot, strip_at
+from kernels.triton_lora_tiles import PAGE, load_rows, page_dot, strip_at
 
 BLOCK_ROWS = 16  # of an mma
 BLOCK_COLUMNS = 32  # of the four products whose columns change places
@@ -41,7 +41,7 @@ def load_block(heap_ptr, entry, columns, width, COLUMNS: tl.constexpr, IS_EVEN: 
     in int8 in their own."""
     at, rows = strip_at(heap_ptr, entry)
     lanes = tl.arange(0, PAGE)
-    if is_int8(heap_ptr):
+    if heap_ptr.dtype.element_ty == tl.int8:
         b = load_rows(at, rows, lanes, columns, width, IS_EVEN)
     else:
         lanes = lanes // 2 % 4 * 4 + lanes // 8 * 2 + lanes % 2

@@ -22,7 +22,6 @@ from kernels.triton_lora_tiles import (
     COUNTERS_OF_TILE,
     PAGE,
     find_strip,
-    is_int8,
     load_a,
     load_scales,
     num_programs,
@@ -74,7 +73,7 @@ def _shrink_kernel(
     row, rows, page, index, at_bridge, weight = read_unit(units_ptr, unit, True)
     entry = find_strip(entries_ptr, page, unit < count, STRIDE)
     a = load_a(heap_ptr, entry, a_columns, K, IS_EVEN)
-    if is_int8(heap_ptr):
+    if heap_ptr.dtype.element_ty == tl.int8:
         scales = load_scales(heap_ptr, entry)
     wait_for_inputs(OVERLAPPED)
     offsets = tl.arange(0, ROWS)[None, :]
@@ -95,7 +94,7 @@ def _shrink_kernel(
             x = tl.load(x_ptr + x_rows + columns[:, None], mask=x_mask, other=0.0)
             # The page is the tall side of the product, the rows its narrow one: an mma's 16 by 8.
             bridge = page_dot(a, x, tl.zeros([PAGE, ROWS], dtype=tl.float32), x.dtype, UPCAST)
-            if is_int8(heap_ptr):
+            if heap_ptr.dtype.element_ty == tl.int8:
                 bridge *= scales[:, None]
             block = plane.to(tl.int64) * rank_pages + index
             at = planes_ptr + (block * num_rows + at_bridge) * PAGE
@@ -103,7 +102,7 @@ def _shrink_kernel(
         row, rows, index, at_bridge, weight = next_row, next_rows, next_index, next_at, next_weight
         entry = next_entry
         a = load_a(heap_ptr, entry, a_columns, K, IS_EVEN)
-        if is_int8(heap_ptr):
+        if heap_ptr.dtype.element_ty == tl.int8:
             scales = load_scales(heap_ptr, entry)
 
 
@@ -205,7 +204,7 @@ def _shrink_large_kernel(
             if NUM_SLICES > 2:
                 a = load_a(heap_ptr, entry_2, k + a_steps, K, IS_EVEN)
                 acc_2 = page_dot(x, tl.trans(widen(a, x.dtype)), acc_2, x.dtype, UPCAST)
-        if is_int8(heap_ptr):
+        if heap_ptr.dtype.element_ty == tl.int8:
             acc_0 *= load_scales(heap_ptr, entry_0)[None, :]
             if NUM_SLICES > 1:
                 acc_1 *= load_scales(heap_ptr, entry_1)[None, :]

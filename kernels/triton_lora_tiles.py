@@ -79,15 +79,9 @@ def strip_at(heap_ptr, entry):
 
 
 @triton.jit
-def is_int8(heap_ptr):
-    """Returns whether the heap's strips are integers of 8 bits, in the compiler."""
-    return heap_ptr.dtype.element_ty == tl.int8
-
-
-@triton.jit
 def read_columns(heap_ptr, COLUMNS: tl.constexpr):
     """Returns the columns by which strips are read: all, or the first of every group in int8."""
-    if is_int8(heap_ptr):
+    if heap_ptr.dtype.element_ty == tl.int8:
         columns = tl.arange(0, COLUMNS // _GROUP) * _GROUP
     else:
         columns = tl.arange(0, COLUMNS)
@@ -98,7 +92,7 @@ def read_columns(heap_ptr, COLUMNS: tl.constexpr):
 def a_at(heap_ptr, entry):
     """Returns the address of the numbers of a strip of A, and its number of rows."""
     at, rows = strip_at(heap_ptr, entry)
-    if is_int8(heap_ptr):
+    if heap_ptr.dtype.element_ty == tl.int8:
         at += _SCALE_BYTES
     return at, rows
 
@@ -137,6 +131,9 @@ def load_rows(at, rows, lanes, columns, width, IS_EVEN: tl.constexpr):
     if at.dtype.element_ty == tl.int8:
         words = at.to(tl.pointer_type(tl.int32), bitcast=True) + lanes[:, None] * (width // 4)
         words = (words + (columns // 4)[None, :])[:, :, None] + tl.arange(0, _GROUP // 4)
+        # Not true of more than the last two, but so Triton has groups of a row follow each other
+        # in its threads, not the rows.
+        words = tl.max_contiguous(words, (1, 2, 4))
         found = tl.load(words, mask=mask[:, :, None], other=0)
     else:
         found = tl.load(at + lanes[:, None] * width + columns[None, :], mask=mask, other=0)
@@ -157,7 +154,7 @@ def find_affine(entries_ptr, page, live, STRIDE: tl.constexpr, AFFINE: tl.conste
 def affine_at(heap_ptr, entry, TYPE: tl.constexpr):
     """Returns the address of affine rows, which are in the activations' TYPE in any heap, and their
     number."""
-    if is_int8(heap_ptr):
+    if heap_ptr.dtype.element_ty == tl.int8:
         heap_ptr = heap_ptr.to(tl.pointer_type(TYPE), bitcast=True)
     return strip_at(heap_ptr, entry)
 

@@ -303,6 +303,8 @@ class PageLayout:
         width: int,
         offset: int = 0,
     ) -> Iterator[Strip]:
+        if self.is_int8 and site.is_optional:
+            width = -(-width // INT8_GROUP) * INT8_GROUP
         if width <= self._max_width:
             yield Strip(site.name, index, module, side, 0, width, offset)
             return

@@ -15,6 +15,7 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
+from kernels.triton_int8 import widen
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COLUMNS,
@@ -185,7 +186,7 @@ def _expand_large_kernel(
     lanes = tl.arange(0, PAGE)
     page_stride = num_rows.to(tl.int64) * PAGE
     if IS_SINGLE:
-        b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
+        b = widen(load_strip(heap_ptr, entry, b_columns, width, IS_EVEN), y_ptr.dtype.element_ty)
     if AFFINE:
         gain, offset = load_affine(heap_ptr, affine, columns, width, y_ptr.dtype.element_ty)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):

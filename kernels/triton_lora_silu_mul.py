@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
+from kernels.triton_int8 import widen
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_tiles import (
     COLUMNS,
@@ -189,6 +190,8 @@ def _lora_silu_mul_large_kernel(
     if IS_SINGLE:
         gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
         up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
+        gate_b = widen(gate_b, x_ptr.dtype.element_ty)
+        up_b = widen(up_b, x_ptr.dtype.element_ty)
     for start in tl.range(0, rows, ROWS, num_stages=STAGES):
         token = (row + start + offsets).to(tl.int64)[:, None]
         live = (offsets < rows - start)[:, None]

@@ -64,6 +64,10 @@ class SiteRows:
         return self.activations or self.heap.dtype
 
     @property
+    def is_int8(self) -> bool:
+        return self.heap.dtype == torch.int8
+
+    @property
     def num_slices(self) -> int:
         return len(self.sizes)
 
@@ -99,7 +103,7 @@ class SiteRows:
         read = strip_of_a if is_a else strip
         if entries.shape[1] == self.num_slices:
             stored = width
-            if self.heap.dtype == torch.int8:
+            if self.is_int8:
                 stored = -(-width // INT8_GROUP) * INT8_GROUP  # a small vocabulary has more columns
             found = read(self.heap, int(entries[page, index]), stored)
             return None if found is None else found[:, :width]

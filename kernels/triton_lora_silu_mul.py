@@ -39,6 +39,7 @@ NUM_PROGRAMS = 4224
 # Of a tile: its rows are a chain of loads, and a program for each part shortens it. A layer of 128
 # rows of one adapter 195 -> 188 us, of 32 adapters 198 -> 200 (H200, RoPE in two parts as well).
 PARTS = 2
+INT8_MAX_REGISTERS = 200  # of a thread: without a limit the compiler takes 255 and spills no less
 LARGE_PART = 16
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -232,6 +233,7 @@ def _lora_silu_mul_large_kernel(
 
 
 _launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
+_launch_int8 = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS, maxnreg=INT8_MAX_REGISTERS)
 _launch_large = Launcher(_lora_silu_mul_large_kernel, launch_pdl=OVERLAPS)
 
 
@@ -243,7 +245,8 @@ def launch_lora_silu_mul(
     out = gate_up.new_empty((gate_up.shape[0], width))
     if plan.max_small:
         blocks = -(-width // COLUMNS)
-        _launch(
+        launch = _launch_int8 if site.is_int8 else _launch
+        launch(
             (blocks, num_programs(plan.max_small * PARTS, blocks, NUM_PROGRAMS), 1),
             (gate_up, bridge.planes, site.heap, out),
             (plan.header, plan.small, plan.pages, site.b_entries),

@@ -35,7 +35,7 @@ PAGE_ROWS = 16  # rank rows of a page of an adapter, at most
 # page of B in registers and walks the rows.
 SMALL_ROWS = 8
 LARGE_ROWS = 128
-LARGE_MIN_RUN = 64  # a shorter run is cut into small tiles
+LARGE_MIN_RUN = 32  # a shorter run is cut into small tiles
 MAX_RANK_PAGES = 32  # of one adapter: rank 512, which `EngineConfig.max_lora_rank` keeps to
 
 # row, rows, pages, offset in the page list, first page, row in the bridge; the rest is padding

@@ -25,6 +25,7 @@ from lora.int8 import quantized
 from lora.sites import Site
 
 _MIN_BLOCK_BYTES = 8192
+_SCALES_SHARE = 64  # of a block in int8, for the scales of the strips of A in it
 _PIECE_COLUMNS = 128  # pieces of a wide matrix have a multiple of it
 
 AFFINE = "affine"  # among the kinds of sites
@@ -107,11 +108,10 @@ class PageLayout:
             (w for site in sites if not site.is_optional for w in _widths(site)), default=1
         )
         # A power of two that holds any strip but those of optional sites.
-        offset = SCALE_BYTES if is_int8 else 0
-        self.block_bytes = max(
-            _MIN_BLOCK_BYTES, 1 << (widest * row_bytes + offset - 1).bit_length()
-        )
-        self._max_width = (self.block_bytes - offset) // row_bytes
+        self.block_bytes = max(_MIN_BLOCK_BYTES, 1 << (widest * row_bytes - 1).bit_length())
+        self._max_width = self.block_bytes // row_bytes
+        if is_int8:  # room for the scales of all strips of A that share a block
+            self.block_bytes += max(4 * UNIT_BYTES, self.block_bytes // _SCALES_SHARE)
         self.strips = tuple(strip for site in sites for strip in self._strips(site))
         if is_int8:
             _check_widths(self.strips)

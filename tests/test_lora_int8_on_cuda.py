@@ -194,5 +194,6 @@ def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -
 
 
 def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
+    before = runner.num_late_compilations  # of the process, with the starts of other engines
     run_all(make_engine(runner), neighbours(40, 9))
-    assert runner.num_late_compilations == 0
+    assert runner.num_late_compilations == before

@@ -65,6 +65,7 @@ async def run_ours(args: argparse.Namespace, report: Report) -> list[tuple[objec
                 "lora_dtype": "int8" if side == "lora-int8" else "auto",
                 "kv_cache_dtype": "fp8" if side == "kv-fp8" else "auto",
                 "adapter_host_bytes": HOST_BYTES,
+                "max_decode_slowdown": args.max_decode_slowdown,
             },
         )
         ours = sides[side] = OurEngine(settings, "small")
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-decode-slowdown", type=float, default=2.5)
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")

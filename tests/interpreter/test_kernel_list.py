@@ -37,11 +37,17 @@ PARAMS = (
 
 
 @pytest.mark.parametrize(  # few rows in 16 bits: other kernels
-    ("dtype", "quantization"),
-    [("float32", "none"), ("float16", "none"), ("float16", "fp8"), ("float16", "int4")],
+    ("dtype", "quantization", "lora_dtype"),
+    [
+        ("float32", "none", "auto"),
+        ("float16", "none", "auto"),
+        ("float16", "none", "int8"),
+        ("float16", "fp8", "auto"),
+        ("float16", "int4", "auto"),
+    ],
 )
 def test_traffic_launches_listed_kernels_only(
-    tmp_path: Path, dtype: str, quantization: str
+    tmp_path: Path, dtype: str, quantization: str, lora_dtype: str
 ) -> None:
     base = make_small_base(tmp_path / "base")
     plain = base
@@ -53,6 +59,7 @@ def test_traffic_launches_listed_kernels_only(
         "dtype": dtype,
         "quantization": quantization,
         "kv_cache_dtype": "fp8" if quantization == "fp8" else "auto",
+        "lora_dtype": lora_dtype,
         "block_size": 16,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 80,

@@ -1,10 +1,10 @@
 """The layout of an adapter in memory: strips in blocks, the same on the host and on the device.
 
 A strip is the rows of one page at one matrix: as many of 16 as the module's rank has left; or the
-affine rows of a module, which are in the first page. A strip
-lies within one block; a matrix too wide for that is cut into pieces of columns. So a block can go
-anywhere, and modules or rows that an adapter lacks use no room. Packing casts to the pool's type
-and checks for overflow: slow work for any thread. Free of devices and residency.
+affine rows of a module, which are in the first page. A strip lies within one block; a matrix too
+wide for that is cut into pieces of columns. So a block can go anywhere, and modules or rows that an
+adapter lacks use no room. Packing casts to the pool's type, or rounds to int8, and checks for
+overflow: slow work for any thread. Free of devices and residency.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ class PageLayout:
             )
         memory = allocate(size + 8 * num_pages * self.num_entries)
         entries = torch.zeros((num_pages, self.num_entries), dtype=torch.int64)
-        table = entries.numpy()
-        copies: list[RowsCopy] = []
+        table, copies = entries.numpy(), list[RowsCopy]()
+        views = {dtype: memory[:size].view(dtype) for dtype in {self.dtype, self.row_dtype}}
         for place in places:
             sharers = self._sharers.get(place.entry, ())
             table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
-            copies.append(self._copy(memory, place, adapter))
+            copies.append(self._copy(views, place, adapter))
             if self.is_int8 and self.strips[place.entry].side == "a":
                 copies.append(_scales_copy(memory, place, scales[self.strips[place.entry].module]))
         copy_rows(copies)
@@ -243,9 +243,11 @@ class PageLayout:
     def _num_blocks(self, image_bytes: int, num_pages: int) -> int:
         return max(-(-image_bytes // self.block_bytes), num_pages)
 
-    def _copy(self, memory: torch.Tensor, place: _Place, adapter: Adapter) -> RowsCopy:
-        """Returns the copy into a strip of `memory` [bytes], and writes the zeros beyond the last
-        column of the matrix."""
+    def _copy(
+        self, views: Mapping[torch.dtype, torch.Tensor], place: _Place, adapter: Adapter
+    ) -> RowsCopy:
+        """Returns the copy into a strip of the image, of which these are views by type, and writes
+        the zeros beyond the last column of the matrix."""
         strip = self.strips[place.entry]
         numbers, scale = _side(adapter.modules[strip.module], strip)
         if place.page or len(numbers) > place.rows:
@@ -253,9 +255,9 @@ class PageLayout:
         start = strip.offset + strip.start
         if start or numbers.shape[1] > strip.width:
             numbers = numbers[:, start:][:, : strip.width]
-        dtype, begin = self._dtype_of(strip), place.start + self._offset(strip)
-        end = begin + place.rows * strip.width * dtype.itemsize
-        rows = memory[begin:end].view(dtype).view(place.rows, strip.width)
+        image = views[self._dtype_of(strip)]
+        at = image.storage_offset() + (place.start + self._offset(strip)) // image.element_size()
+        rows = image.as_strided((place.rows, strip.width), (strip.width, 1), at)
         if (width := numbers.shape[1]) < strip.width:
             rows[:, width:].zero_()
             rows = rows[:, :width]

@@ -61,7 +61,7 @@ class AdapterPool:
         device's copies need."""
         self.dtype = dtype
         self.device = torch.device(device)
-        self.serves_affine = has_affine
+        self.serves_affine, self.is_int8 = has_affine, is_int8
         self._layout = PageLayout(sites, dtype, has_affine=has_affine, is_int8=is_int8)
         self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
         self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)

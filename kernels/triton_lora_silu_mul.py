@@ -42,7 +42,9 @@ NUM_PROGRAMS = 4224
 # 21.9, 64 of 32 20.5 and 19.2, 128 of 1 20.2 and 18.3, 256 of 32 38.2 and 41.4, of 1 29.9 and 32.7;
 # int8: 7.2 and 11.5, 14.6 and 18.8, 14.6 and 15.8, 20.2 and 17.6, 34.0 and 37.3, 29.8 and 31.9.
 PARTS = 2
-PARTED_ROWS = range(33, 256)  # steps in which tiles are parted, but for int8
+# Steps in which tiles are parted: those of decodes, but for int8. In others the number of rows says
+# nothing of the small tiles, and a kernel could be missing among those compiled before traffic.
+PARTED_ROWS = range(33, 256)
 LARGE_PART = 16
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -247,7 +249,8 @@ def launch_lora_silu_mul(
     out = gate_up.new_empty((gate_up.shape[0], width))
     if plan.max_small:
         blocks = -(-width // COLUMNS)
-        parts = PARTS if plan.num_tokens in PARTED_ROWS and not site.is_int8 else 1
+        is_parted = plan.num_tokens in PARTED_ROWS and not len(plan.large) and not site.is_int8
+        parts = PARTS if is_parted else 1
         _launch(
             (blocks, num_programs(plan.max_small * parts, blocks, NUM_PROGRAMS), 1),
             (gate_up, bridge.planes, site.heap, out),

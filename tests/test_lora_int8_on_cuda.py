@@ -36,7 +36,10 @@ from tests.lora_vocabulary_cases import make_vocabulary_case
 from tests.test_lora_kernels_on_cuda import MIXES, QKV, run
 from tests.test_lora_vocabulary_on_cuda import run as add_delta
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 RANKS = (8, 20, 100, *LACKING, 16)
 TOLERANCE = 0.08
 TYPES = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}

@@ -13,6 +13,7 @@ from kernels.lora_plan import (
     EMBEDDING_SMALL,
     HEAD_TILES,
     HEAD_UNITS,
+    LARGE_MIN_RUN,
     MAX_RANK_PAGES,
     MAX_SPLITS,
     LoraPlan,
@@ -106,7 +107,7 @@ def test_every_mix_within_the_limits_fits(sizes: list[tuple[int, int]], large: b
     assert owned == [pages or (-1,) for pages, rows in runs for _ in range(rows)]
     units = plan.units[: plan.max_units].tolist()
     assert sum(unit[1] for unit in units) == sum(
-        rows * len(pages) for pages, rows in runs if not (large and rows >= 64)
+        rows * len(pages) for pages, rows in runs if not (large and rows >= LARGE_MIN_RUN)
     )
     graph = LoraPlan.for_graph(torch.from_numpy(out), tokens, tokens, total, large=large)
     assert graph.max_small >= plan.max_small

@@ -110,7 +110,7 @@ class AdapterBudgets:
 
 def page_layout(config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype) -> PageLayout:
     """Returns the layout of this configuration's adapters. Raises UnsupportedModelError if
-    `lora_dtype` does not suit the sites."""
+    `lora_dtype` does not suit the sites; `engine.rank` has it do so before anything is loaded."""
     is_int8 = config.lora_dtype == "int8"
     try:
         return PageLayout(sites, dtype, has_affine=config.affine_adapters, is_int8=is_int8)

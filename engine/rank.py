@@ -19,6 +19,7 @@ from engine.device_memory import (
     explain_out_of_memory,
     look_at_empty_device,
     outside_bytes,
+    page_layout,
     peak_bytes,
 )
 from engine.device_step import DeviceSteps
@@ -78,6 +79,8 @@ class Rank:
         self.is_fp8 = resolve_fp8(config, whole, self.dtype, of_kernels)
         first = resolve_shard(config, whole)
         self.shard = Shard(whole, index, first.size)
+        if config.lora_dtype != "auto":
+            page_layout(config, self.shard.sites(), self.dtype)  # refuses what it cannot hold
         self.int4 = NO_INT4
         if first.size == 1:  # several ranks dequantize
             self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)

@@ -86,13 +86,13 @@ class ModelRunner:
             self.close()
             raise
         logger.info(
-            "%s on %s in %s%s%s: %d KV blocks, %d adapter blocks, %.1f s",
+            "%s on %s in %s%s%s%s: %d KV blocks, %d adapter blocks, %.1f s",
             self.model_config.architecture,
             self.device if self.group is None else f"{self.group.size} ranks, {self.device} first,",
             self.dtype,
             ", linears in FP8" if rank.is_fp8 else ", linears in 4 bits" if rank.int4 else "",
-            ("" if config.kv_cache_dtype == "auto" else ", KV in FP8")
-            + ("" if config.lora_dtype == "auto" else ", adapters in int8"),
+            "" if config.kv_cache_dtype == "auto" else ", KV in FP8",
+            "" if config.lora_dtype == "auto" else ", adapters in int8",
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,

@@ -139,6 +139,13 @@ def test_a_width_that_kernels_cannot_read_is_refused() -> None:
         PageLayout([Site("q", 512, (Slice("q", 260),))], torch.float32, is_int8=True)
 
 
+def test_a_base_of_such_widths_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", intermediate_size=100)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"lora_dtype is int8: .* multiples of 8, but "):
+        make_runner(base, lora_dtype="int8", adapter_pool_bytes=1 << 20)
+
+
 def test_answers_are_nearly_those_without(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", num_hidden_layers=2)
     adapters = make_adapters(base)

@@ -99,19 +99,11 @@ def estimate_fit(
     shard = Shard(config, 0, num_ranks)
     if num_ranks > 1 and not serves_ranks(quantization):
         raise UnsupportedModelError(f"quantization {quantization} supports 1 rank, not {num_ranks}")
-    checkpoint = Checkpoint(folder, config)
-    devices = describe_devices()
-    is_cuda = memory_bytes is not None or bool(devices.cuda)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    capability = _MEANT if is_cuda else None
-    if memory_bytes is not None:
-        device = "a CUDA device of this size"
-    elif devices.cuda:
-        device, memory_bytes = devices.cuda[0].name, devices.cuda[0].memory_bytes
-        capability = devices.cuda[0].capability
-    else:
-        device, memory_bytes = "CPU", available_bytes() // num_ranks
     check_lora_dtype(lora_dtype, num_ranks)
+    checkpoint = Checkpoint(folder, config)
+    device, memory_bytes, capability = _device(memory_bytes, num_ranks)
+    is_cuda = capability is not None
+    dtype = torch.bfloat16 if is_cuda else torch.float32
     meant = EngineConfig(
         str(folder),
         "",
@@ -150,6 +142,16 @@ def estimate_fit(
         adapter_words=" in int8" if lora_dtype == "int8" else "",
         num_ranks=num_ranks,
     )
+
+
+def _device(memory_bytes: int | None, num_ranks: int) -> tuple[str, int, Capability | None]:
+    """Returns a device's name and memory, of each rank, and its compute capability; None: a CPU."""
+    if memory_bytes is not None:
+        return "a CUDA device of this size", memory_bytes, _MEANT
+    found = describe_devices().cuda
+    if found:
+        return found[0].name, found[0].memory_bytes, found[0].capability
+    return "CPU", available_bytes() // num_ranks, None
 
 
 def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_ahead: bool) -> int:

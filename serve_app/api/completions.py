@@ -104,8 +104,7 @@ async def complete(
             most = None if caller is None else caller.policy.max_tokens
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
-            record.resolution = route.resolution
-            record.arm = "" if route.arm is None else route.arm.arm
+            record.set_route(route.resolution, "" if route.arm is None else route.arm.arm)
             queue = state.queues.of(route.handle)
             queue.check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
@@ -128,11 +127,7 @@ async def complete(
             if is_wanted(http):
                 times = arrival_s, queued.waited_s, completion.first_token_s
                 headers |= explain_headers(http, prepared, *times)
-            if body.stream:  # which releases everything at its own end
-                close = scope.pop_all().close
-                response: Response = SseResponse(content, completion.rest(), close)
-            else:
-                response = Response(content, media_type="application/json")
+            response = _response(content, completion, scope, is_stream=bool(body.stream))
     except asyncio.CancelledError as error:
         state.observer.end(record, error)
         raise
@@ -142,6 +137,15 @@ async def complete(
         response = error_response(named(error, body), http.url.path)
     response.headers.update(headers | accounting.headers(state, caller, http.url.path))
     return response
+
+
+def _response(
+    content: bytes, completion: Completion, scope: RequestScope, *, is_stream: bool
+) -> Response:
+    """Returns the answer; a stream of it takes the scope over and releases it at its own end."""
+    if is_stream:
+        return SseResponse(content, completion.rest(), scope.pop_all().close)
+    return Response(content, media_type="application/json")
 
 
 def named(error: Exception, body: Body | None) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,27 +12,17 @@ from engine.runner import ModelRunner
 from kernels.e4m3 import quantize_reference, quantize_rows
 from kernels.fp8_linear import fp8_linear_many
 from kernels.linear import linear
-from tests.engine_agreement import (
-    make_adapters,
-    make_engine,
-    neighbours,
-    run_all,
-)
 from tests.engine_helpers import make_base, make_runner
 from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS
 from tests.fp8_cases import both_fp8_products, quantised, relative, scheme_product
 from tests.layer_chains import (
     LayerChain,
-    assert_answers_are_those_of,
-    assert_any_company_gives_the_answer,
-    assert_graphs_have_the_bits_of_kernels,
     assert_overlap_changes_no_bit,
-    assert_rows_of_the_base_keep_their_bits,
     mixed_case,
-    open_quantized,
     run_of_products,
 )
 from tests.lora_kernel_cases import error_of, make_case
+from tests.narrow_engines import NarrowEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,56 +161,20 @@ def test_the_kernels_of_many_rows_take_few_as_well() -> None:
 # -- engines ------------------------------------------------------------------------------------
 
 
-def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
-    return open_quantized(base, adapters, device, quantization="fp8", **more)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base(tmp_path_factory.mktemp("models") / "base", num_hidden_layers=2)
 
 
-@pytest.fixture(scope="module")
-def adapters(base: Path) -> dict[str, Path]:
-    return make_adapters(base)
+class TestEngine(NarrowEngine):
+    tolerance = TOLERANCE
+    settings: ClassVar[dict[str, object]] = {"quantization": "fp8"}
 
+    def test_the_layers_take_half_of_the_bytes(self, base: Path, runner: ModelRunner) -> None:
+        plain = make_runner(base, "cuda", dtype="bfloat16", block_size=16, num_blocks=16)
 
-@pytest.fixture(scope="module")
-def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
-    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
+        def size(one: ModelRunner) -> int:
+            layers = one._weights.layers
+            return sum(matrix.nbytes for layer in layers for matrix in (layer.qkv, layer.down))
 
-
-def test_answers_are_those_of_the_cpu(
-    base: Path, adapters: dict[str, Path], runner: ModelRunner
-) -> None:
-    def on_cpu() -> ModelRunner:
-        return open_runner(base, adapters, "cpu", dtype="float32")
-
-    assert_answers_are_those_of(on_cpu, runner, TOLERANCE)
-
-
-def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
-    assert_any_company_gives_the_answer(runner, TOLERANCE)
-
-
-def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
-    assert_graphs_have_the_bits_of_kernels(runner)
-
-
-def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
-    assert_rows_of_the_base_keep_their_bits(runner)
-
-
-def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
-    run_all(make_engine(runner), neighbours(40, 9))
-    assert runner.num_late_compilations == 0
-
-
-def test_the_layers_take_half_of_the_bytes(base: Path, runner: ModelRunner) -> None:
-    plain = make_runner(base, "cuda", dtype="bfloat16", block_size=16, num_blocks=16)
-
-    def size(one: ModelRunner) -> int:
-        layers = one._weights.layers
-        return sum(matrix.nbytes for layer in layers for matrix in (layer.qkv, layer.down))
-
-    assert 0.5 < size(runner) / size(plain) < 0.56
+        assert 0.5 < size(runner) / size(plain) < 0.56

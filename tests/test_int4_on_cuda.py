@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,10 +16,6 @@ from kernels.triton_int4 import launch_write_out
 from kernels.triton_int4_mid import MidTile, launch_int4_mid
 from tests.engine_agreement import (
     TOLERANCE,
-    make_adapters,
-    make_engine,
-    neighbours,
-    run_all,
 )
 from tests.engine_helpers import make_base
 from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS, both_products
@@ -27,16 +24,12 @@ from tests.int4_bases import gptq
 from tests.int4_cases import FORMATS, drawn_rows, exact_product
 from tests.layer_chains import (
     LayerChain,
-    assert_answers_are_those_of,
-    assert_any_company_gives_the_answer,
-    assert_graphs_have_the_bits_of_kernels,
     assert_overlap_changes_no_bit,
-    assert_rows_of_the_base_keep_their_bits,
     mixed_case,
-    open_quantized,
     run_of_products,
 )
 from tests.lora_kernel_cases import error_of, make_case
+from tests.narrow_engines import NarrowEngine
 from tests.quantized_bases import write_quantized
 from tests.test_engine_gptq_awq import gptq_config
 
@@ -220,46 +213,12 @@ def base(plain: Path) -> Path:
     return write_quantized(plain, folder, gptq_config(4, 32), quantize)[0]
 
 
-@pytest.fixture(scope="module")
-def adapters(plain: Path) -> dict[str, Path]:
-    return make_adapters(plain)
+class TestEngine(NarrowEngine):
+    tolerance = TOLERANCE[torch.bfloat16]
+    settings: ClassVar[dict[str, object]] = {"quantization": "auto"}
+    settings_on_cpu: ClassVar[dict[str, object]] = {"quantization": "none"}  # dequantized
 
-
-@pytest.fixture(scope="module")
-def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
-    """Opens the engine of `quantization: auto`."""
-    return open_quantized(
-        base, adapters, "cuda", backend="triton", dtype="bfloat16", quantization="auto"
-    )
-
-
-def test_auto_serves_the_integers(runner: ModelRunner) -> None:
-    for layer in runner._weights.layers:
-        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            assert isinstance(matrix, Int4Rows)
-
-
-def test_answers_are_those_of_the_dequantized_base_on_a_cpu(
-    base: Path, adapters: dict[str, Path], runner: ModelRunner
-) -> None:
-    def on_cpu() -> ModelRunner:
-        return open_quantized(base, adapters, "cpu", dtype="float32", quantization="none")
-
-    assert_answers_are_those_of(on_cpu, runner, TOLERANCE[torch.bfloat16])
-
-
-def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
-    assert_any_company_gives_the_answer(runner, TOLERANCE[torch.bfloat16])
-
-
-def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
-    assert_graphs_have_the_bits_of_kernels(runner)
-
-
-def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
-    assert_rows_of_the_base_keep_their_bits(runner)
-
-
-def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
-    run_all(make_engine(runner), neighbours(40, 9))
-    assert runner.num_late_compilations == 0
+    def test_auto_serves_the_integers(self, runner: ModelRunner) -> None:
+        for layer in runner._weights.layers:
+            for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                assert isinstance(matrix, Int4Rows)

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from engine.runner import ModelRunner
 from kernels.e4m3 import FIRST_CAPABILITY
-from tests.engine_agreement import (
-    make_adapters,
-    make_engine,
-    neighbours,
-    run_all,
-)
 from tests.engine_helpers import make_base
 from tests.kv_e4m3_cases import SIZES, assert_writes_are_rounded
-from tests.layer_chains import (
-    assert_answers_are_those_of,
-    assert_any_company_gives_the_answer,
-    assert_graphs_have_the_bits_of_kernels,
-    assert_rows_of_the_base_keep_their_bits,
-    open_quantized,
-)
 from tests.lora_kernel_cases import LoraCase, Run, make_case
+from tests.narrow_engines import NarrowEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,47 +58,12 @@ def test_small_and_large_tiles_round_as_they_write(has_norm: bool, dtype: torch.
 # -- engines ------------------------------------------------------------------------------------
 
 
-def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
-    return open_quantized(base, adapters, device, kv_cache_dtype="fp8", **more)
-
-
 @pytest.fixture(scope="module", params=[16, 128], ids=["triton", "gluon"])
 def base(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
     return make_base(folder, num_hidden_layers=2, head_dim=request.param)
 
 
-@pytest.fixture(scope="module")
-def adapters(base: Path) -> dict[str, Path]:
-    return make_adapters(base)
-
-
-@pytest.fixture(scope="module")
-def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
-    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
-
-
-def test_answers_are_those_of_the_cpu(
-    base: Path, adapters: dict[str, Path], runner: ModelRunner
-) -> None:
-    def on_cpu() -> ModelRunner:
-        return open_runner(base, adapters, "cpu", dtype="float32")
-
-    assert_answers_are_those_of(on_cpu, runner, TOLERANCE)
-
-
-def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
-    assert_any_company_gives_the_answer(runner, TOLERANCE)
-
-
-def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
-    assert_graphs_have_the_bits_of_kernels(runner)
-
-
-def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
-    assert_rows_of_the_base_keep_their_bits(runner)
-
-
-def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
-    run_all(make_engine(runner), neighbours(40, 9))
-    assert runner.num_late_compilations == 0
+class TestEngine(NarrowEngine):
+    tolerance = TOLERANCE
+    settings: ClassVar[dict[str, object]] = {"kv_cache_dtype": "fp8"}

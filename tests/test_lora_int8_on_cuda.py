@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from engine.runner import ModelRunner
-from tests.engine_agreement import make_adapters, make_engine, neighbours, run_all
 from tests.engine_helpers import make_base
 from tests.few_rows_cases import (
     LACKING,
@@ -22,17 +21,11 @@ from tests.few_rows_cases import (
     products,
     turns,
 )
-from tests.layer_chains import (
-    assert_answers_are_those_of,
-    assert_any_company_gives_the_answer,
-    assert_graphs_have_the_bits_of_kernels,
-    assert_rows_of_the_base_keep_their_bits,
-    open_quantized,
-)
 from tests.lora_fused_cases import assert_turns_agree, rope_both_ways, silu_both_ways
 from tests.lora_kernel_cases import LoraCase, Run, error_of, make_case
 from tests.lora_vocabulary_cases import MIXES as VOCABULARY
 from tests.lora_vocabulary_cases import make_vocabulary_case
+from tests.narrow_engines import NarrowEngine
 from tests.test_lora_kernels_on_cuda import MIXES, QKV, run
 from tests.test_lora_vocabulary_on_cuda import run as add_delta
 
@@ -155,48 +148,12 @@ def test_the_vocabulary_s_delta_is_that_of_float64(mix: str, kind: str) -> None:
 # -- engines ------------------------------------------------------------------------------------
 
 
-def open_runner(base: Path, adapters: dict[str, Path], device: str, **more: object) -> ModelRunner:
-    return open_quantized(base, adapters, device, lora_dtype="int8", **more)
-
-
 @pytest.fixture(scope="module", params=[16, 128], ids=["small heads", "heads of 128"])
 def base(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
     return make_base(folder, num_hidden_layers=2, head_dim=request.param)
 
 
-@pytest.fixture(scope="module")
-def adapters(base: Path) -> dict[str, Path]:
-    return make_adapters(base)
-
-
-@pytest.fixture(scope="module")
-def runner(base: Path, adapters: dict[str, Path]) -> ModelRunner:
-    return open_runner(base, adapters, "cuda", backend="triton", dtype="bfloat16")
-
-
-def test_answers_are_those_of_the_cpu(
-    base: Path, adapters: dict[str, Path], runner: ModelRunner
-) -> None:
-    def on_cpu() -> ModelRunner:
-        return open_runner(base, adapters, "cpu", dtype="float32")
-
-    assert_answers_are_those_of(on_cpu, runner, TOLERANCE)
-
-
-def test_a_request_gets_its_answer_in_any_company(runner: ModelRunner) -> None:
-    assert_any_company_gives_the_answer(runner, TOLERANCE)
-
-
-def test_graphs_have_the_bits_of_kernels_one_by_one(runner: ModelRunner) -> None:
-    assert_graphs_have_the_bits_of_kernels(runner)
-
-
-def test_rows_of_the_base_keep_their_bits_beside_adapters(runner: ModelRunner) -> None:
-    assert_rows_of_the_base_keep_their_bits(runner)
-
-
-def test_traffic_compiles_nothing(runner: ModelRunner) -> None:
-    before = runner.num_late_compilations  # of the process, with the starts of other engines
-    run_all(make_engine(runner), neighbours(40, 9))
-    assert runner.num_late_compilations == before
+class TestEngine(NarrowEngine):
+    tolerance = TOLERANCE
+    settings: ClassVar[dict[str, object]] = {"lora_dtype": "int8"}

@@ -317,9 +317,8 @@ def _decode_kernel(
     layout: gl.constexpr = k_desc.layout if STAGED == 0 else wide_layout(BLOCK_N, 64)
     k_smem, v_smem, bars = make_ring(dtype, layout, HEAD_DIM // 64, BLOCK_N, 64, STAGES, 1)
     if STAGED > 0:
-        k_staged, v_staged, full = make_ring(
-            k_desc.dtype, k_desc.layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1
-        )
+        stored: gl.constexpr = k_desc.layout  # to Triton 3.6 it is no constant elsewhere
+        k_staged, v_staged, full = make_ring(k_desc.dtype, stored, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
     tickets = make_tickets(1 if STAGED == 0 else 2)
     wait_for_inputs(True)
     # Written out twice: constants in a tuple that a variable holds would be values.

@@ -361,9 +361,8 @@ def _prefill_kernel(
             [232, 40],
         )  # fmt: skip
     else:
-        k_staged, v_staged, full = make_ring(
-            k_desc.dtype, k_desc.layout, 1, BLOCK_N, HEAD_DIM, STAGED, 1
-        )
+        stored: gl.constexpr = k_desc.layout  # to Triton 3.6 it is no constant elsewhere
+        k_staged, v_staged, full = make_ring(k_desc.dtype, stored, 1, BLOCK_N, HEAD_DIM, STAGED, 1)
         gl.warp_specialize(
             [
                 (_attend_tiles, (k_smem, v_smem, q0_smem, bars, tickets, q_ptr, out_ptr, work_ptr,

@@ -8,10 +8,10 @@ are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Protocol, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Protocol, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
 
 from registry.errors import InvalidNameError
 from registry.names import check_alias
@@ -43,7 +42,6 @@ _EXPONENT = re.compile(r"[-+]?[0-9]{1,18}(\.[0-9]{0,18})?[eE][-+]?[0-9]{1,3}", r
 _QUOTED = re.compile(r"'([^']+)'")
 _MAX_NUMBER = 2**31 - 1  # Serve sends these fields as 32 bits
 _MAX_LONG = 2**63 - 1
-_NO_NUMBER = "no_number"
 _A_MAPPING = ("a mapping of keys to values", "add a key below it")
 _A_LIST = ("a list", "add an item that begins with '- ' below it")
 _EXPECTED = {
@@ -57,7 +55,7 @@ _EXPECTED = {
     "float_type": ("a number", "set it"),
     "bool_type": ("true or false", "set it"),
 }
-_SHOWN_ERRORS = (_NO_NUMBER, "float_type", "literal_error")  # with the value
+_SHOWN_ERRORS = ("float_type", "literal_error")  # with the value
 
 
 def parse_bytes(value: object) -> object:
@@ -103,6 +101,10 @@ HostName = Annotated[str, Field(pattern=r"^(\*|\[[0-9a-f:.]+\]|[a-z0-9_.-]*[a-z0
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9_.\[\]:-]+)$")]
 
 
+class _NoNumberError(ValueError):
+    """Its message ends with the value."""
+
+
 class Args(BaseModel):
     """The base of every part of the configuration."""
 
@@ -117,12 +119,10 @@ class Args(BaseModel):
         if type(value) in kinds or not kinds & {int, float}:
             return value
         if isinstance(value, bool):
-            raise PydanticCustomError(_NO_NUMBER, "must be a number")
+            raise _NoNumberError("must be a number")
         if isinstance(value, str) and not (float in kinds and _EXPONENT.fullmatch(value)):
             words = "a number" if float in kinds else "a whole number, in digits and"
-            raise PydanticCustomError(
-                _NO_NUMBER, "must be {words} without quotes", {"words": words}
-            )
+            raise _NoNumberError(f"must be {words} without quotes")
         return value
 
     @field_validator("*", mode="after")
@@ -202,7 +202,7 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
         words, value = _problem(one), one["input"]
         if isinstance(value, bool):
             words += f", got {str(value).lower()}"  # as YAML and JSON write it
-        elif isinstance(value, int | float) or (value is not None and one["type"] in _SHOWN_ERRORS):
+        elif isinstance(value, int | float) or (value is not None and _is_shown(one)):
             words += f", got {ascii(value)[:80]}"
         if one["type"] == "literal_error" and isinstance(value, str):
             words += close_match(value[:80], _QUOTED.findall(one["ctx"]["expected"]))
@@ -210,13 +210,19 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
     return "; ".join(found)
 
 
-def _problem(error: ErrorDetails) -> str:
+def _is_shown(error: Mapping[str, Any]) -> bool:
+    """Returns True if the value is a number in other clothes or a word, and no secret."""
+    cause = error.get("ctx", {}).get("error")
+    return error["type"] in _SHOWN_ERRORS or isinstance(cause, _NoNumberError)
+
+
+def _problem(error: Mapping[str, Any]) -> str:
     """Returns what is wrong with one value, in the words of a file and not in those of Python."""
     if error["type"] == "missing":
         return "is missing"
     expected = _EXPECTED.get(error["type"])
     if expected is None:
-        return error["msg"].removeprefix("Value error, ")
+        return str(error["msg"]).removeprefix("Value error, ")
     kind, remedy = expected
     if error["input"] is None:
         return f"is empty and must be {kind}: {remedy} or remove the key"

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -79,22 +81,6 @@ class CpuBlockCopier(_Copier):
         """Does nothing: the copy has ended."""
 
 
-class GroupBlockCopier(CpuBlockCopier):
-    """The first rank's copies, which the other ranks repeat in the order of the steps."""
-
-    def __init__(self, blocks: torch.Tensor, host: torch.Tensor, group: Group) -> None:
-        super().__init__(blocks, host)
-        self._group = group
-
-    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
-        self._group.send({"do": "store", "blocks": list(blocks), "slots": list(slots)})
-        return super().store(blocks, slots)
-
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
-        self._group.send({"do": "load", "blocks": list(blocks), "slots": list(slots)})
-        return super().load(slots, blocks)
-
-
 class _CudaCopy:
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._begin, self.end = begin, end
@@ -145,6 +131,83 @@ class CudaBlockCopier(_Copier):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+
+class _GroupCopy:
+    """A copy of all ranks. The first rank's end is that of the others for what is launched after
+    the caller has learned of it."""
+
+    def __init__(self, own: BlockCopy, note_end: Callable[[], None]) -> None:
+        self.own, self.note_end = own, note_end
+
+    def query(self) -> bool:
+        if not self.own.query():
+            return False
+        self.note_end()
+        return True
+
+    def synchronize(self) -> None:
+        self.own.synchronize()
+        self.note_end()
+
+    def seconds(self) -> float:
+        return self.own.seconds()
+
+
+class GroupBlockCopier:
+    """The first rank's copies, which the other ranks repeat in the order of the steps."""
+
+    def __init__(self, own: BlockCopier, group: Group) -> None:
+        self._own, self._group = own, group
+        self.num_slots, self.block_bytes = own.num_slots, own.block_bytes
+        self._num_copies = 0
+        self._num_held = 0  # copies for which the other ranks' steps wait from now on
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
+        self._group.send({"do": "store", "blocks": list(blocks), "slots": list(slots)})
+        return self._copy(self._own.store(blocks, slots))
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
+        self._group.send({"do": "load", "blocks": list(blocks), "slots": list(slots)})
+        return self._copy(self._own.load(slots, blocks))
+
+    def hold_steps(self, copy: BlockCopy) -> None:
+        assert isinstance(copy, _GroupCopy)
+        self._own.hold_steps(copy.own)
+        copy.note_end()
+
+    def _copy(self, own: BlockCopy) -> BlockCopy:
+        self._num_copies += 1
+        return _GroupCopy(own, partial(self._hold_others, self._num_copies))
+
+    def _hold_others(self, number: int) -> None:
+        """Has the next steps of the other ranks wait for the copy of this number, and so for all
+        before it: each rank's copies end in their order."""
+        if number > self._num_held:
+            self._num_held = number
+            self._group.send({"do": "hold", "number": number})
+
+
+class FollowerBlockCopier:
+    """Another rank's copies."""
+
+    def __init__(self, own: BlockCopier) -> None:
+        self._own = own
+        self._copies: deque[BlockCopy] = deque()  # for which no step waits yet
+        self._num_held = 0
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._copies.append(self._own.store(blocks, slots))
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self._copies.append(self._own.load(slots, blocks))
+
+    def hold_steps(self, number: int) -> None:
+        """Has every step that is launched from now on begin after the copy of this number."""
+        while self._num_held < number:
+            copy = self._copies.popleft()
+            self._num_held += 1
+        self._own.hold_steps(copy)
 
 
 def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -202,8 +265,6 @@ def open_block_copies(config: EngineConfig, kv: KVCache, group: Group | None) ->
         )
     host = allocate_slots(config.kv_host_bytes // config.tensor_parallel_size, kv)
     assert kv.blocks is not None
-    if kv.blocks.device.type == "cuda":
-        return CudaBlockCopier(kv.blocks, host)
-    if group is not None:
-        return GroupBlockCopier(kv.blocks, host, group)
-    return CpuBlockCopier(kv.blocks, host)
+    is_cuda = kv.blocks.device.type == "cuda"
+    own = CudaBlockCopier(kv.blocks, host) if is_cuda else CpuBlockCopier(kv.blocks, host)
+    return own if group is None else GroupBlockCopier(own, group)

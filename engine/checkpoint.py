@@ -61,7 +61,7 @@ class Cut:
     columns: tuple[int, int] | None = None  # None: all
 
 
-_WHOLE = Cut()
+WHOLE = Cut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Checkpoint:
         for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
             if name in leave_out:
                 continue
-            cut = _WHOLE if cut_of is None else cut_of(name)
+            cut = WHOLE if cut_of is None else cut_of(name)
             if name in self._plain:
                 yield from ((name, *part) for part in self._plain_parts(self._plain[name], cut))
             else:
@@ -142,15 +142,20 @@ class Checkpoint:
         entry = None if weight is None else weight.parts.get(name)
         return None if entry is None else self._read(entry)
 
-    def e4m3_rows(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def e4m3_rows(self, module: str, cut: Cut = WHOLE) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the stored weight of a module, e4m3 [out, in], and the scale of each row, float32
-        [out], on the CPU; None if it is not stored so, be it plain or with a scale per block."""
+        [out], on the CPU; None if it is not stored so, be it plain or with a scale per block.
+        `cut`: the part that is returned, and read."""
         weight = self._quantized.get(f"{module}.weight")
         if weight is None:
             return None
         scales = {name: self._read(e) for name, e in weight.parts.items() if name != "weight"}
         found = row_scales(weight.scheme, scales, weight.shape[0])
-        return None if found is None else (self._read(weight.parts["weight"]), found)
+        if found is None:
+            return None
+        parts = [part for _, part in self._plain_parts(weight.parts["weight"], cut)]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows, torch.cat([found[slice(*one)] for one in cut.rows or ((0, len(found)),)])
 
     def int4_form(self, module: str) -> Int4Format | str:
         """Returns the form that a module's weight has in 4 bits, from headers and small parts, or
@@ -170,20 +175,19 @@ class Checkpoint:
         return order_of(scheme, weight.shape[1], lambda name: self.part(module, name))
 
     def int4_rows(
-        self, module: str, device: torch.device, *, has_zeros: bool
+        self, module: str, device: torch.device, cut: Cut, *, has_zeros: bool
     ) -> Iterator[tuple[slice, Integers]]:
-        """Yields the integers of a weight with a form in 4 bits, in slices of rows on the device.
-        `has_zeros`: with zero points, be they all alike."""
+        """Yields the integers of a weight with a form in 4 bits, in slices of rows on the device,
+        with all columns. `cut`: the rows that are yielded, counted from 0. `has_zeros`: with zero
+        points, be they all alike."""
         weight = self._quantized[f"{module}.weight"]
         scheme, order = as_grouped(weight.scheme), self.int4_order(module)
         assert scheme is not None
         order = None if order is None else order.to(device)
         parts = self._prepared(weight, device)
-        num_rows, columns = weight.shape
-        step = _slice_rows(columns)
-        for first in range(0, num_rows, step):
-            rows = slice(first, min(first + step, num_rows))
-            yield rows, integers_of(scheme, columns, parts, rows, order, has_zeros)
+        for place, rows, own in _row_slices(weight.shape, cut):
+            found = integers_of(scheme, weight.shape[1], parts, rows, order, has_zeros)
+            yield place, found.rows(own)
 
     def _plain_parts(self, entry: _Entry, cut: Cut) -> Iterator[tuple[slice, torch.Tensor]]:
         if cut.rows is None and cut.columns is None:
@@ -196,22 +200,12 @@ class Checkpoint:
             begin += len(part)
 
     def _dequantized(
-        self, weight: _Weight, device: torch.device, cut: Cut = _WHOLE
+        self, weight: _Weight, device: torch.device, cut: Cut = WHOLE
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         parts = self._prepared(weight, device)
-        num_rows, columns = weight.shape
-        step = _slice_rows(columns)
-        begin = 0
-        for start, end in cut.rows or ((0, num_rows),):
-            # Slices begin and end at multiples: rows outside the range are left out afterwards.
-            for first in range(start // ROW_MULTIPLE * ROW_MULTIPLE, end, step):
-                last = min(first + step, num_rows, -(-end // ROW_MULTIPLE) * ROW_MULTIPLE)
-                rows = dequantize(weight.scheme, weight.shape, parts, first, last)
-                rows = rows[max(0, start - first) : end - first]
-                if cut.columns is not None:
-                    rows = rows[:, slice(*cut.columns)]
-                yield slice(begin, begin + len(rows)), rows
-                begin += len(rows)
+        for place, rows, own in _row_slices(weight.shape, cut):
+            found = dequantize(weight.scheme, weight.shape, parts, rows.start, rows.stop)[own]
+            yield place, found if cut.columns is None else found[:, slice(*cut.columns)]
 
     def _prepared(self, weight: _Weight, device: torch.device) -> dict[str, torch.Tensor]:
         parts = {name: self._read(entry).to(device) for name, entry in weight.parts.items()}
@@ -348,8 +342,19 @@ class Checkpoint:
             del entries[name]
 
 
-def _slice_rows(columns: int) -> int:
-    return max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+def _row_slices(shape: tuple[int, int], cut: Cut) -> Iterator[tuple[slice, slice, slice]]:
+    """Yields the rows of a part of a weight in slices: their place in the part, the rows of the
+    weight to compute, which begin and end at multiples, and the wanted ones among these."""
+    num_rows, columns = shape
+    step = max(_SLICE_ELEMENTS // columns // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    begin = 0
+    for start, end in cut.rows or ((0, num_rows),):
+        for first in range(start // ROW_MULTIPLE * ROW_MULTIPLE, end, step):
+            last = min(first + step, num_rows, -(-end // ROW_MULTIPLE) * ROW_MULTIPLE)
+            own = slice(max(0, start - first), min(last, end) - first)
+            count = own.stop - own.start
+            yield slice(begin, begin + count), slice(first, last), own
+            begin += count
 
 
 def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tensor | None]:

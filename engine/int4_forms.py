@@ -20,6 +20,7 @@ from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
+from engine.parallel.shards import Shard
 from engine.stored_int4 import as_grouped, likely_form
 from engine.weight_shapes import expected_shapes, layer_matrices
 from kernels.backend import Capability
@@ -41,15 +42,18 @@ def stores_int4(model: ModelConfig) -> bool:
 
 
 def stored_forms(
-    model: ModelConfig, checkpoint: Checkpoint
+    model: ModelConfig, checkpoint: Checkpoint, num_ranks: int = 1
 ) -> tuple[dict[str, Int4Format], Counter[str]]:
-    """Returns the forms of the matrices that can stay in 4 bits, and of the others the reasons
-    with their counts. Reads headers and small parts."""
+    """Returns the forms of the matrices that can stay in 4 bits on each of the ranks, and of the
+    others the reasons with their counts. Reads headers and small parts."""
+    shard = Shard(model, 0, num_ranks)
     forms: dict[str, Int4Format] = {}
     reasons: Counter[str] = Counter()
     for index in range(model.num_layers):
         for names in layer_matrices(model, index).values():
             found = _form(checkpoint, [name.removesuffix(".weight") for name in names])
+            if isinstance(found, Int4Format):
+                found = _obstacle_of_cut(found, names[0], shard) or found
             if isinstance(found, str):
                 reasons[found] += 1
             else:
@@ -57,17 +61,18 @@ def stored_forms(
     return forms, reasons
 
 
-def likely_forms(model: ModelConfig) -> dict[str, Int4Format]:
+def likely_forms(model: ModelConfig, num_ranks: int = 1) -> dict[str, Int4Format]:
     """Returns the forms of a base of which config.json is all that there is, for random weights."""
     if model.quantization is None:
         return {}
+    shard = Shard(model, 0, num_ranks)
     shapes = expected_shapes(model)
     forms: dict[str, Int4Format] = {}
     for index in range(model.num_layers):
         for names in layer_matrices(model, index).values():
             scheme = model.quantization.scheme_of(names[0].removesuffix(".weight"))
             found = likely_form(scheme, shapes[names[0]][1])
-            if found is not None:
+            if found is not None and _obstacle_of_cut(found, names[0], shard) is None:
                 forms[names[0]] = found
     return forms
 
@@ -120,8 +125,9 @@ def resolve_int4(
         logger.info("the base's 4-bit weights are dequantized: %s", obstacle)
         return {}
     if config.load_format == "dummy":
-        return likely_forms(model)
-    forms, reasons = stored_forms(model, Checkpoint(Path(config.model_path), model))
+        return likely_forms(model, config.tensor_parallel_size)
+    checkpoint = Checkpoint(Path(config.model_path), model)
+    forms, reasons = stored_forms(model, checkpoint, config.tensor_parallel_size)
     if is_asked and not forms:
         raise UnsupportedModelError(
             "quantization is int4: no matrix of the layers can stay in 4 bits: "
@@ -169,6 +175,20 @@ def _form(checkpoint: Checkpoint, modules: list[str]) -> Int4Format | str:
         if any(order is None or not torch.equal(order, orders[0]) for order in orders):  # type: ignore[arg-type]
             return f"{_short(modules)} sort their columns differently"
     return replace(first, has_zeros=any(form.has_zeros for form in forms))
+
+
+def _obstacle_of_cut(form: Int4Format, weight: str, shard: Shard) -> str | None:
+    """Returns the reason why a rank cannot have its part of a matrix in 4 bits; None: it can."""
+    module = weight.removesuffix(".weight")
+    columns = shard.inputs(module)
+    if columns is None:
+        return None
+    name, size = module.rpartition(".")[2], form.group_size
+    if form.has_order:
+        return f"of {name}: the ranks cut its columns, which are sorted by their groups"
+    if (columns[1] - columns[0]) % size:
+        return f"of {name}: {shard.size} ranks cut its groups of {size} columns"
+    return None
 
 
 def _short(modules: list[str]) -> str:

@@ -23,7 +23,7 @@ from engine.device_memory import (
     peak_bytes,
 )
 from engine.device_step import DeviceSteps
-from engine.int4_forms import NO_INT4, resolve_int4
+from engine.int4_forms import resolve_int4
 from engine.kv_cache import KVCache, allocate_kv_cache
 from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
 from engine.memory_plan import DeviceUse
@@ -33,7 +33,6 @@ from engine.parallel.group import Group
 from engine.parallel.shards import Shard
 from engine.reference_step import ReferenceSteps
 from engine.resolved import (
-    check_ranks,
     resolve_backend,
     resolve_device,
     resolve_dtype,
@@ -61,7 +60,6 @@ class Rank:
         """Resolves what the configuration leaves open, and loads nothing."""
         self.config = config
         self.device = resolve_device(config, index)
-        check_ranks(config, self.device)
         self.uses_triton = resolve_backend(config, self.device)
         self.dtype = resolve_dtype(config, self.device)
         self.folder = Path(config.model_path)
@@ -76,14 +74,12 @@ class Rank:
         self.capability = capability
         of_kernels = capability if self.uses_triton else None
         self.kv_dtype = resolve_kv_dtype(config, self.dtype, of_kernels)
-        self.is_fp8 = resolve_fp8(config, whole, self.dtype, of_kernels)
         first = resolve_shard(config, whole)
         self.shard = Shard(whole, index, first.size)
+        self.is_fp8 = resolve_fp8(config, self.shard.config, self.dtype, of_kernels)
         if config.lora_dtype != "auto":
             page_layout(config, self.shard.sites(), self.dtype)  # refuses what it cannot hold
-        self.int4 = NO_INT4
-        if first.size == 1:  # several ranks dequantize
-            self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
+        self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
         self.model_config = self.shard.config
         self.empty: EmptyDevice | None = None  # of a CUDA device
         self.weight_bytes = 0  # on a CUDA device, with the rotary tables

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig, LoraDtype, QuantizationSetting
+from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.kv_layout import KVLayout, kv_layout
 from engine.model_config import ModelConfig
@@ -67,11 +67,12 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def resolve_fp8(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
 ) -> bool:
-    """Returns True if the layers' linears are to be in FP8. `capability`: of the CUDA device whose
-    kernels multiply them, None for the references. Raises UnsupportedModelError."""
+    """Returns True if the layers' linears are to be in FP8. `model`: a rank's part of the base.
+    `capability`: of the CUDA device whose kernels multiply them, None for the references. Raises
+    UnsupportedModelError."""
     if config.quantization != "fp8":
         return False
-    check_fp8(model)
+    check_fp8(model, config.tensor_parallel_size)
     if capability is None:
         return True
     if capability < FIRST_CAPABILITY:
@@ -101,23 +102,6 @@ def resolve_kv_dtype(
     return E4M3
 
 
-def serves_ranks(quantization: QuantizationSetting) -> bool:
-    """Returns True if several ranks can share a base that is served so."""
-    return quantization in ("none", "auto")
-
-
-def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raises UnsupportedModelError for a setting that several ranks have on a CPU only."""
-    size = config.tensor_parallel_size
-    if size == 1 or device.type == "cpu":
-        return
-    where = f"tensor_parallel_size is {size} on CUDA devices: "
-    if config.speculation != "off":
-        raise UnsupportedModelError(f"{where}speculation is {config.speculation}, and must be off")
-    if config.kv_host_bytes:
-        raise UnsupportedModelError(f"{where}kv_host_bytes is {config.kv_host_bytes}, use 0")
-
-
 def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
     """Returns the first rank's part of the base. Raises UnsupportedModelError."""
     size = config.tensor_parallel_size
@@ -125,23 +109,7 @@ def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
         raise UnsupportedModelError(
             f"tensor_parallel_size is {size}, but must be between 1 and {MAX_RANKS}"
         )
-    if size > 1 and not serves_ranks(config.quantization):
-        raise UnsupportedModelError(
-            f"tensor_parallel_size is {size}: quantization {config.quantization} supports only 1, "
-            "use none"
-        )
-    check_lora_dtype(config.lora_dtype, size)
     return Shard(model, 0, size)
-
-
-def check_lora_dtype(lora_dtype: LoraDtype, num_ranks: int) -> None:
-    """Raises UnsupportedModelError if several ranks cannot share adapters of this type: each rank
-    would round its own part of a row by a scale of its own, and add the products of others."""
-    if lora_dtype != "auto" and num_ranks > 1:
-        raise UnsupportedModelError(
-            f"tensor_parallel_size is {num_ranks}: lora_dtype {lora_dtype} supports only 1, use "
-            "auto"
-        )
 
 
 def _words(capability: Capability) -> str:

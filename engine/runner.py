@@ -247,6 +247,7 @@ class ModelRunner:
                     budgets.host_bytes,
                     max_list,
                     has_affine=config.affine_adapters,
+                    is_int8=config.lora_dtype == "int8",
                 )
             return AdapterPool(
                 self._sites,

@@ -27,7 +27,7 @@ from engine.int4_forms import Int4Forms, possible_forms
 from engine.kernel_trace import trace_kernels
 from engine.largest_step import max_step_tokens
 from engine.model_config import ModelConfig, read_model_config
-from engine.resolved import resolve_dtype, resolve_fp8, resolve_max_len
+from engine.resolved import resolve_dtype, resolve_fp8, resolve_max_len, resolve_shard
 from engine.step_inputs import StepLimits
 from engine.types import SamplingParams, ScheduledBatch
 from engine.warm_batches import (
@@ -133,7 +133,7 @@ def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedK
     model = read_model_config(Path(config.model_path))
     dtype = resolve_dtype(config, torch.device("cuda"))
     capability = capability or torch.cuda.get_device_capability()
-    resolve_fp8(config, model, dtype, capability)
+    resolve_fp8(config, resolve_shard(config, model).config, dtype, capability)
     int4 = possible_forms(config, model, dtype, capability)  # the weights are not needed
     length = resolve_max_len(config, model)
     with targeted(capability):

@@ -76,11 +76,13 @@ def is_matrix(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def check_fp8(config: ModelConfig) -> None:
-    """Raises UnsupportedModelError if a matrix of the layers has a shape without FP8 products."""
+def check_fp8(config: ModelConfig, num_ranks: int = 1) -> None:
+    """Raises UnsupportedModelError if a matrix of the layers has a shape without FP8 products.
+    `config`: of the part that each of the ranks has."""
     for name, shape in expected_shapes(config).items():
         if is_matrix(name) and any(size % FEATURES for size in shape):
+            where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
             raise UnsupportedModelError(
-                f"quantization is fp8: {name} has shape {list(shape)}, and FP8 products need "
-                f"multiples of {FEATURES}"
+                f"quantization is fp8: {name} has shape {list(shape)}{where}, and FP8 products "
+                f"need multiples of {FEATURES}"
             )

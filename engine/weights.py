@@ -64,7 +64,8 @@ def load_weights(
     shard: Shard | None = None,
 ) -> Weights:
     """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, but those that `int4`
-    names. `shard`: the part that is read and kept, of this base; with neither of these."""
+    names. `shard`: the part that is read and kept, of this base; None: all. Rows that are quantised
+    here have the scale of the part that is kept of them."""
     shard = shard or Shard(config)
     builder = _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
@@ -73,29 +74,27 @@ def load_weights(
     checkpoint = Checkpoint(folder, config)
     taken: set[str] = set()
     if shard.size > 1:
-        assert not is_fp8
-        assert not int4
         for name, place in builder.places.items():
             if name.endswith(".bias") and not shard.adds_bias(name.removesuffix(".bias")):
                 assert isinstance(place, torch.Tensor)
                 place.zero_()
                 taken.add(name)
-    for name, place in builder.places.items():
-        module = name.removesuffix(".weight")
-        if isinstance(place, Int4Rows):
-            _take_int4(place, checkpoint, module)
-            taken.add(name)
-        elif isinstance(place, E4m3Rows) and (stored := checkpoint.e4m3_rows(module)) is not None:
-            place.copy_(E4m3Rows(*stored))
-            taken.add(name)
 
     def cut_of(name: str) -> Cut:
         module = name.rpartition(".")[0]
         return Cut(shard.outputs(module), shard.inputs(module) if is_matrix(name) else None)
 
-    for name, rows, tensor in checkpoint.stream(
-        device, leave_out=taken, cut_of=cut_of if shard.size > 1 else None
-    ):
+    for name, place in builder.places.items():
+        module = name.removesuffix(".weight")
+        if isinstance(place, Int4Rows):
+            _take_int4(place, checkpoint, module, cut_of(name))
+            taken.add(name)
+        elif isinstance(place, E4m3Rows):
+            stored = checkpoint.e4m3_rows(module, cut_of(name))
+            if stored is not None:
+                place.copy_(E4m3Rows(*stored))
+                taken.add(name)
+    for name, rows, tensor in checkpoint.stream(device, leave_out=taken, cut_of=cut_of):
         place = builder.places[name][rows]
         assert not isinstance(place, Int4Rows)
         if isinstance(place, E4m3Rows):
@@ -107,10 +106,11 @@ def load_weights(
     return weights
 
 
-def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str) -> None:
-    for rows, integers in checkpoint.int4_rows(
-        module, place.device, has_zeros=place.zeros is not None
-    ):
+def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str, cut: Cut) -> None:
+    has_zeros = place.zeros is not None
+    for rows, integers in checkpoint.int4_rows(module, place.device, cut, has_zeros=has_zeros):
+        if cut.columns is not None:
+            integers = integers.columns(*cut.columns, place.group_size)
         place[rows].write_(integers)
     if place.order is not None:  # the same of all modules of a matrix
         order = checkpoint.int4_order(module)

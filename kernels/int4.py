@@ -51,6 +51,17 @@ class Integers:
     scales: torch.Tensor  # [rows, groups] float
     zeros: torch.Tensor | None  # [rows, groups] uint8, 0 to 15; None: MIDDLE
 
+    def rows(self, rows: slice) -> Integers:
+        """Returns views of some rows."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Integers(self.q[rows], self.scales[rows], zeros)
+
+    def columns(self, first: int, end: int, group_size: int) -> Integers:
+        """Returns views of some columns, of whole groups."""
+        groups = slice(first // group_size, -(-end // group_size))
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return Integers(self.q[:, first:end], self.scales[:, groups], zeros)
+
     def float(self, group_size: int) -> torch.Tensor:
         """Returns the values, [rows, columns] float32, in the order of the columns here."""
         group = torch.arange(self.q.shape[1], device=self.q.device) // group_size

@@ -47,6 +47,7 @@ class ModuleWeights:
     affine: torch.Tensor | None = None
     # Of the change of the weight, in the Frobenius norm; None: it is that of A and B.
     norm: float | None = None
+    rank_scales: torch.Tensor | None = None  # [r] float32, of A times B if these are int8
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,6 @@ ranks, or four if both of its rows are such: (a + a') b = a b + a' b. Free of pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,24 +28,20 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # rows of zeros are divided by no z
 _MAX_PEAK = 32.0
 
 
-def quantized(adapter: Adapter) -> tuple[Adapter, Mapping[str, torch.Tensor]]:
-    """Returns the adapter with int8 rows, perhaps more of them, and the scales [r] float32 of the
-    ranks of each module. Raises AdapterError if a scale is beyond float32."""
-    found = dict(spread(lambda item: (item[0], _quantize(*item)), list(adapter.modules.items())))
-    modules = {
-        name: replace(one, lora_a=found[name][0], lora_b=found[name][1], scale=1.0)
-        for name, one in adapter.modules.items()
-    }
+def quantized(adapter: Adapter) -> Adapter:
+    """Returns the adapter with int8 rows, perhaps more of them, and their scales; itself, if it has
+    them already. Raises AdapterError if a scale is beyond float32."""
+    if all(one.rank_scales is not None for one in adapter.modules.values()):
+        return adapter
+    items = list(adapter.modules.items())
+    found = dict(spread(lambda item: (item[0], _quantize(*item)), items))
+    modules = {name: found[name] for name in adapter.modules}
     rank = max((one.rank for one in modules.values()), default=0)
-    return (
-        replace(adapter, rank=rank, modules=modules),
-        {name: scales for name, (_, _, scales) in found.items()},
-    )
+    return replace(adapter, rank=rank, modules=modules)
 
 
 @torch.inference_mode()
-def _quantize(name: str, module: ModuleWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns rows [r, in_features] and [r, out_features] int8, and scales [r]."""
+def _quantize(name: str, module: ModuleWeights) -> ModuleWeights:
     a, of_a = _split(module.lora_a.float())
     b, of_b = _split(module.lora_b.contiguous().float())
     if len(a.rows) > module.rank or len(b.rows) > module.rank:
@@ -57,7 +52,7 @@ def _quantize(name: str, module: ModuleWeights) -> tuple[torch.Tensor, torch.Ten
     scales = a.scales * b.scales * module.scale
     if not scales.is_meta and not bool(scales.isfinite().all()):
         raise AdapterError(f"lora_A times lora_B of {name}, with the scale, overflows float32")
-    return a.rows, b.rows, scales
+    return replace(module, lora_a=a.rows, lora_b=b.rows, scale=1.0, rank_scales=scales)
 
 
 class _Rows(NamedTuple):

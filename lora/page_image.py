@@ -166,9 +166,8 @@ class PageLayout:
                 "the adapter uses DoRA or has biases, for which this engine has no room: set "
                 "affine_adapters to true"
             )
-        scales: Mapping[str, torch.Tensor] = {}
         if self.is_int8:
-            adapter, scales = quantized(adapter)
+            adapter = quantized(adapter)
         places, size = self._place(_shapes(adapter))
         num_pages = -(-adapter.rank // PAGE_ROWS)
         num_blocks = self._num_blocks(size, num_pages)
@@ -196,7 +195,9 @@ class PageLayout:
             table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
             copies.append(self._copy(views, place, adapter))
             if self.is_int8 and self.strips[place.entry].side == "a":
-                copies.append(_scales_copy(memory, place, scales[self.strips[place.entry].module]))
+                scales = adapter.modules[self.strips[place.entry].module].rank_scales
+                assert scales is not None
+                copies.append(_scales_copy(memory, place, scales))
         copy_rows(copies)
         return PackedAdapter(
             adapter.digest,

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
+from engine.block_copies import GroupBlockCopier, open_block_copies
+from engine.config import EngineConfig
 from engine.core import Engine
+from engine.host_blocks import BlockCopier
+from engine.kv_cache import KVCache
+from engine.parallel import follower
 from engine.runner import ModelRunner
 from engine.step_cost import StepCost
 from engine.types import Request, SamplingParams
@@ -148,19 +153,35 @@ def runner_with_host(
 def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
     """Replaces the copies of a runner on a CPU by slow ones."""
     assert runner.kv_copies is not None
-    blocks = runner._kv.blocks
-    assert blocks is not None
+    assert runner._kv.blocks is not None
+    copier = _slow_copier(runner._kv.blocks, runner.kv_copies.num_slots, polls)
+    runner.kv_copies = copier
+    if runner.group is not None:
+        runner.kv_copies = GroupBlockCopier(copier, runner.group)
+    return copier
 
+
+def copy_as_late_as_allowed() -> None:
+    """Lets this process, of another rank, end a copy only when a step has to begin after it."""
+
+    def open_slow(config: EngineConfig, kv: KVCache, group: None) -> BlockCopier | None:
+        own = open_block_copies(config, kv, group)
+        if own is None:
+            return None
+        assert kv.blocks is not None
+        return _slow_copier(kv.blocks, own.num_slots, lambda: 1 << 62)
+
+    follower.open_block_copies = open_slow  # type: ignore[assignment]
+
+
+def _slow_copier(blocks: torch.Tensor, num_slots: int, polls: Callable[[], int]) -> SlowCopier:
     def write(block: int, content: torch.Tensor | None) -> None:
         if content is None:
             blocks[block].fill_(255)  # not a number, as float32
         else:
             blocks[block].copy_(content)
 
-    num_slots = runner.kv_copies.num_slots
-    copier = SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
-    runner.kv_copies = copier
-    return copier
+    return SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
 
 
 def always_copies(engine: Engine) -> None:

@@ -136,7 +136,14 @@ def test_ranks_share_a_base(tmp_path: Path, home: Path, capsys: pytest.CaptureFi
     assert "does not divide num_attention_heads 6" in " ".join(capsys.readouterr().out.split())
     asked = ("--base", str(folder), "--memory", "80", "--ranks", "2", "--quantization", "fp8")
     assert run("doctor", *asked) == 1
-    assert "quantization fp8 supports 1 rank, not 2" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "shape [40, 48] on each of 2 ranks, and FP8 products need multiples of 16" in said
+    wide = make_base(tmp_path / "wide", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    more = ("--lora-dtype", "int8", "--kv-cache-dtype", "fp8")
+    assert run("doctor", "--base", str(wide), *asked[2:], *more) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "FP8 e4m3, the rest bfloat16" in said
+    assert "on each of 2 ranks" in said
     assert run("doctor", "--ranks", "4") == 1
     assert "--base FOLDER" in capsys.readouterr().err
 

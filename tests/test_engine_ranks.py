@@ -36,7 +36,7 @@ from tests.engine_helpers import (
     step,
 )
 from tests.fakes import make_config
-from tests.kv_host_helpers import always_copies, answers_in_turns
+from tests.kv_host_helpers import always_copies, answers_in_turns, slow_copies
 from tests.waiting import until
 
 _SPECS = {
@@ -302,7 +302,10 @@ def _is_gone(pid: int) -> bool:
     [
         ({"tensor_parallel_size": 4}, "4, which does not divide num_attention_heads 6"),
         ({"tensor_parallel_size": 0}, "must be between 1 and 64"),
-        ({"tensor_parallel_size": 2, "quantization": "fp8"}, "quantization fp8 supports only 1"),
+        (
+            {"tensor_parallel_size": 2, "quantization": "fp8"},
+            r"shape \[40, 48\] on each of 2 ranks",
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_before_a_process_starts(
@@ -369,14 +372,29 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     assert _children() == before
 
 
-def test_every_rank_has_its_part_of_the_host_tier(base: Path) -> None:
-    """A wrong block on the second rank alone would change the logits."""
+_LATE_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tests.kv_host_helpers import copy_as_late_as_allowed; copy_as_late_as_allowed(); "
+    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_every_rank_has_its_part_of_the_host_tier(
+    base: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """A wrong block on the second rank alone would change the logits. `is_late`: its copies end as
+    late as they may, those of the first rank while steps run."""
     prompts = [random_prompt(40, seed=seed) for seed in range(4)]
+    if is_late:
+        monkeypatch.setattr("engine.parallel.group._MAIN", _LATE_MAIN)
 
     def answers(size: int, host: int) -> list[tuple[int, ...]]:
         config = {"tensor_parallel_size": size, "kv_host_bytes": host, "num_blocks": 14}
         runner = make_runner(base, num_threads=1, **config)
         try:
+            if is_late and host:
+                slow_copies(runner, lambda: 2)
             engine = Engine(make_config(), runner)
             if host:
                 always_copies(engine)

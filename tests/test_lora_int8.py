@@ -15,7 +15,6 @@ from lora.int8 import quantized
 from lora.page_image import PageLayout
 from lora.sites import Site, Slice
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, ADAPTERS_DIR
-from serve_app.config import ModelArgs
 from tests.engine_agreement import OWNERS, assert_alike, make_adapters, make_engine, probe, run_all
 from tests.engine_helpers import make_base, make_runner
 from tests.layer_chains import open_quantized
@@ -32,7 +31,8 @@ def normal(rank: int = 16, in_features: int = 512, out_features: int = 256) -> M
     return ModuleWeights(a, torch.randn(out_features, rank, generator=draw).T, 0.25)
 
 
-def delta_of(module: ModuleWeights, scales: torch.Tensor | None = None) -> torch.Tensor:
+def delta_of(module: ModuleWeights) -> torch.Tensor:
+    scales = module.rank_scales
     h = module.a if scales is None else module.a * scales[:, None]
     return h.double().T @ module.b.double()
 
@@ -43,15 +43,15 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def test_a_row_is_rounded_to_a_127th_of_its_largest_number() -> None:
     module = normal()
-    adapter, scales = quantized(adapter_of(q=module))
-    rows = adapter.modules["q"]
+    rows = quantized(adapter_of(q=module)).modules["q"]
     assert rows.lora_a.dtype == rows.lora_b.dtype == torch.int8
     assert int(rows.lora_a.abs().amax()) == int(rows.lora_b.abs().amax()) == 127
     step_a, step_b = module.lora_a.abs().amax(1) / 127, module.lora_b.abs().amax(1) / 127
-    assert torch.equal(scales["q"], step_a * step_b * 0.25)
+    assert rows.rank_scales is not None
+    assert torch.equal(rows.rank_scales, step_a * step_b * 0.25)
     off = (rows.lora_a.float() * step_a[:, None] - module.lora_a).abs() / step_a[:, None]
     assert float(off.max()) <= 0.5001
-    assert error_of(delta_of(rows, scales["q"]), delta_of(module)) < 0.012
+    assert error_of(delta_of(rows), delta_of(module)) < 0.012
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,14 @@ def test_a_row_with_numbers_far_above_the_others_keeps_them_all(
         module.lora_a[row, 11] = 1000.0
     for row in in_b:
         module.lora_b[row, 13] = -1000.0
-    adapter, scales = quantized(adapter_of(q=module))
+    adapter = quantized(adapter_of(q=module))
     rows = adapter.modules["q"]
-    assert adapter.rank == rows.rank == len(scales["q"]) == ranks
+    assert rows.rank_scales is not None
+    assert adapter.rank == rows.rank == len(rows.rank_scales) == ranks
+    assert quantized(adapter) is adapter
     others = torch.ones(512, 256, dtype=torch.bool)
     others[11], others[:, 13] = False, False
-    found, wanted = delta_of(rows, scales["q"]), delta_of(module)
+    found, wanted = delta_of(rows), delta_of(module)
     assert error_of(found[others], wanted[others]) < 0.012
     assert error_of(found, wanted) < 0.012
 
@@ -79,9 +81,10 @@ def test_a_row_of_zeros_stays_zero() -> None:
     module = normal()
     module.lora_a[2] = 0
     module.lora_b[5] = 0
-    adapter, scales = quantized(adapter_of(q=module))
-    assert scales["q"][[2, 5]].tolist() == [0, 0]
-    assert bool(delta_of(adapter.modules["q"], scales["q"]).isfinite().all())
+    rows = quantized(adapter_of(q=module)).modules["q"]
+    assert rows.rank_scales is not None
+    assert rows.rank_scales[[2, 5]].tolist() == [0, 0]
+    assert bool(delta_of(rows).isfinite().all())
 
 
 def test_a_scale_beyond_float32_is_refused() -> None:
@@ -102,9 +105,9 @@ def test_the_demo_s_deltas_change_by_a_percent() -> None:
             for key, a in tensors.items()
             if "lora_A" in key
         }
-        adapter, scales = quantized(adapter_of(**modules))
+        adapter = quantized(adapter_of(**modules))
         errors = [
-            error_of(delta_of(adapter.modules[key], scales[key]), delta_of(module))
+            error_of(delta_of(adapter.modules[key]), delta_of(module))
             for key, module in modules.items()
         ]
         assert adapter.rank == max(module.rank for module in modules.values())
@@ -159,17 +162,6 @@ def test_answers_are_nearly_those_without(tmp_path: Path) -> None:
     ]
     for one in requests:
         assert_alike(replies[1][one.request_id], replies[0][one.request_id], 0.05)
-
-
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
-    with pytest.raises(UnsupportedModelError, match="lora_dtype int8 supports only 1, use auto"):
-        make_runner(base, lora_dtype="int8", tensor_parallel_size=2)
-    engine = {"lora_dtype": "int8", "tensor_parallel_size": 2}
-    with pytest.raises(ValueError, match="more than one rank needs lora_dtype auto"):
-        ModelArgs.model_validate({"name": "base", "model_path": str(base), "engine": engine})
-    with pytest.raises(UnsupportedModelError, match="lora_dtype int8"):
-        estimate_fit(base, num_ranks=2, lora_dtype="int8")
 
 
 def test_doctor_counts_twice_the_adapters(tmp_path: Path) -> None:

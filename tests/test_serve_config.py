@@ -70,12 +70,8 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
         ({"models": [{"name": "a", "engine": {"device": "tpu"}}]}, "device"),
         ({"models": [{"name": "a", "engine": {"max_lora_rank": 513}}]}, "max_lora_rank"),
         (
-            {
-                "models": [
-                    {"name": "a", "engine": {"tensor_parallel_size": 2, "quantization": "fp8"}}
-                ]
-            },
-            "tensor_parallel_size is 2 and quantization is fp8: more than one rank needs",
+            {"models": [{"name": "a", "engine": {"tensor_parallel_size": 9}}]},
+            "tensor_parallel_size",
         ),
         ({"models": [{"name": "a", "engine": {"speculation": "on"}}]}, "speculation"),
         (

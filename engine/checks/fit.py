@@ -18,7 +18,6 @@ from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig, KVCacheDtype, LoraDtype, QuantizationSetting
 from engine.device_memory import page_layout
 from engine.devices import describe_devices
-from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.int4_forms import (
     NO_INT4,
@@ -33,7 +32,7 @@ from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
-from engine.resolved import check_lora_dtype, resolve_fp8, resolve_kv_dtype, serves_ranks
+from engine.resolved import resolve_fp8, resolve_kv_dtype
 from engine.weight_shapes import is_matrix, is_norm, layer_matrices
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
@@ -97,9 +96,6 @@ def estimate_fit(
     key and the reason, for a base that the engine refuses or that so many ranks cannot share."""
     config = read_model_config(folder)
     shard = Shard(config, 0, num_ranks)
-    if num_ranks > 1 and not serves_ranks(quantization):
-        raise UnsupportedModelError(f"quantization {quantization} supports 1 rank, not {num_ranks}")
-    check_lora_dtype(lora_dtype, num_ranks)
     checkpoint = Checkpoint(folder, config)
     device, memory_bytes, capability = _device(memory_bytes, num_ranks)
     is_cuda = capability is not None
@@ -110,10 +106,11 @@ def estimate_fit(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         lora_dtype=lora_dtype,
+        tensor_parallel_size=num_ranks,
     )
     kv_dtype = resolve_kv_dtype(meant, dtype, capability)
-    is_fp8 = resolve_fp8(meant, config, dtype, capability)
-    int4 = resolve_int4(meant, config, dtype, capability) if num_ranks == 1 else NO_INT4
+    is_fp8 = resolve_fp8(meant, shard.config, dtype, capability)
+    int4 = resolve_int4(meant, config, dtype, capability)
     weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4, shard=shard)
     page = page_layout(meant, shard.sites(), dtype).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
@@ -125,7 +122,7 @@ def estimate_fit(
     )
     reasons = ""
     if is_cuda and quantization in ("auto", "int4") and stores_int4(config):
-        reasons = describe_reasons(stored_forms(config, checkpoint)[1])
+        reasons = describe_reasons(stored_forms(config, checkpoint, num_ranks)[1])
     left = share - weights - pool - (RESERVED_BYTES if is_cuda else 0)
     return Fit(
         stored_as=_stored_as(config, checkpoint),

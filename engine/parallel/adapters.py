@@ -23,6 +23,7 @@ from engine.parallel.shards import Shard
 from lora.adapter import Adapter
 from lora.copies import Copier, CudaCopier, Event
 from lora.heap import Deltas
+from lora.int8 import quantized
 from lora.page_image import PackedAdapter
 from lora.pinned_memory import register
 from lora.pool import AdapterPool
@@ -54,6 +55,7 @@ class GroupPool(AdapterPool):
         max_list: int,
         *,
         has_affine: bool,
+        is_int8: bool = False,
     ) -> None:
         """`bytes_budget`: of each rank. `host_bytes`: of all ranks together."""
         super().__init__(
@@ -65,6 +67,7 @@ class GroupPool(AdapterPool):
             copier=_copier(device, group),
             max_list=max_list,
             has_affine=has_affine,
+            is_int8=is_int8,
             allocate_host=_no_memory,
         )
         if self.device.type == "cuda":
@@ -86,8 +89,11 @@ class GroupPool(AdapterPool):
                 register(memory)  # this rank's part: the others have their own maps
             return memory
 
+        if self.is_int8:
+            adapter = quantized(adapter)  # whole: all ranks have the rows and scales of one
         for shard in self._shards:
-            part = self._layout.pack(shard.adapter(adapter), allocate, self.reserved_bytes)
+            own_part = shard.adapter(adapter)
+            part = self._layout.pack(own_part, allocate, self.reserved_bytes, self._max_list)
             part.rows.copy_(part.entries)  # for the other ranks
             packed.append(part)
         own = packed[0]
@@ -179,6 +185,7 @@ class FollowerPool(AdapterPool):
         device: torch.device,
         *,
         has_affine: bool,
+        is_int8: bool = False,
     ) -> None:
         super().__init__(
             sites,
@@ -187,6 +194,7 @@ class FollowerPool(AdapterPool):
             device,
             _ANY_NUMBER,
             has_affine=has_affine,
+            is_int8=is_int8,
             allocate_host=_no_memory,
         )
         self._places: dict[str, tuple[int, ...]] = {}

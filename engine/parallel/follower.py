@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from engine.block_copies import open_block_copies
+from engine.block_copies import FollowerBlockCopier, open_block_copies
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
-from engine.host_blocks import BlockCopier
 from engine.kv_cache import KVCache
 from engine.parallel.adapters import FollowerPool
 from engine.parallel.channel import Link, StepSegment
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 class _Server:
     rank: Rank
     kv: KVCache
-    copies: BlockCopier | None  # None: KV has no host tier
+    copies: FollowerBlockCopier | None  # None: KV has no host tier
     pool: FollowerPool
     steps: Steps
     segment: StepSegment
@@ -76,6 +75,8 @@ class _Server:
                 self.copies.store(blocks, slots)
             case {"do": "load", "blocks": blocks, "slots": slots} if self.copies is not None:
                 self.copies.load(slots, blocks)
+            case {"do": "hold", "number": number} if self.copies is not None:
+                self.copies.hold_steps(number)
             case {"do": "drop", "digest": digest}:
                 self.pool.drop(digest)
             case _:
@@ -142,6 +143,7 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
         rank.dtype,
         rank.device,
         has_affine=config.affine_adapters,
+        is_int8=config.lora_dtype == "int8",
     )
     if rank.is_cuda:
         link.send({"use": asdict(rank.measure(pool, _kernels(rank)))})
@@ -151,7 +153,9 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
     rank.capture(steps)
     gc.collect()  # a collection of all that is there now would hold up every rank
     gc.freeze()
-    return _Server(rank, kv, open_block_copies(config, kv, None), pool, steps, segment)
+    own = open_block_copies(config, kv, None)
+    copies = None if own is None else FollowerBlockCopier(own)
+    return _Server(rank, kv, copies, pool, steps, segment)
 
 
 def _kernels(rank: Rank) -> frozenset[KernelCall]:

@@ -114,7 +114,7 @@ class EngineArgs(Args):
     """The type of adapters in memory. `auto`: `dtype`. `int8`: each rank's rows are rounded to 8
     bits as an adapter is loaded, with a scale of their own: twice the adapters in the same memory,
     and decodes with many adapters read half the bytes. The change of a model by an adapter differs
-    by about one percent. It needs `tensor_parallel_size` 1."""
+    by about one percent."""
     max_lora_rank: int = Field(default=512, ge=1, le=512)
     """The highest LoRA rank that the engine accepts."""
     affine_adapters: bool = True
@@ -131,26 +131,6 @@ class EngineArgs(Args):
     """Seeds the random numbers of requests that bring no seed."""
     num_threads: int | None = Field(default=None, ge=1, le=4096)
     """CPU: threads of torch, of each rank. By default the usable cores, shared by the ranks."""
-
-    @model_validator(mode="after")
-    def _ranks_have_whole_types(self) -> EngineArgs:
-        if self.tensor_parallel_size > 1 and self.quantization in ("fp8", "int4"):
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and quantization is "
-                f"{self.quantization}: more than one rank needs quantization none"
-            )
-        if self.tensor_parallel_size > 1 and self.lora_dtype != "auto":
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and lora_dtype is "
-                f"{self.lora_dtype}: more than one rank needs lora_dtype auto"
-            )
-        if self.tensor_parallel_size > 1 and self.device == "cuda":
-            where = f"tensor_parallel_size is {self.tensor_parallel_size} and device is cuda"
-            if self.speculation != "off":
-                raise ValueError(f"{where}: speculation is {self.speculation}, and must be off")
-            if self.kv_host_bytes:
-                raise ValueError(f"{where}: kv_host_bytes is {self.kv_host_bytes}, use 0")
-        return self
 
     @model_validator(mode="after")
     def _host_tier_has_prefixes(self) -> EngineArgs:

@@ -18,6 +18,7 @@ from engine.rope import RopeConfig, cos_sin_table
 from engine.weights import LayerWeights, Weights
 from kernels.collective import SOLO, Collective
 from kernels.embedding import gather_embedding
+from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import LoraPlan
@@ -35,6 +36,8 @@ from lora.layers import (
     product_silu_mul,
 )
 from lora.pool import AdapterPool
+
+_ATTENTION, _MLP = 0, 1  # kinds of exchanges, which take turns
 
 
 class Model:
@@ -105,7 +108,7 @@ class Model:
             hidden = residual if norm is None else rms_norm(residual, norm, eps)
         else:
             after = self.weights.layers[index - 1].mlp_post_norm
-            hidden, residual = self._add(added, residual, after, norm)
+            hidden, residual = self._add(added, residual, after, norm, _MLP)
         return self._project(index, hidden, inputs, kv, pool, out), residual
 
     def attend(
@@ -137,7 +140,9 @@ class Model:
         lora = inputs.lora_at(LoraReach.ALL, LoraReach.ATTENTION)
         _, o_site, gate_up_site, down_site = self._layer_sites[index]
         o = adapted_linear(o_site, attended, layer.o, layer.o_bias, lora, pool)
-        hidden, residual = self._add(o, residual, layer.attention_post_norm, layer.mlp_norm)
+        hidden, residual = self._add(
+            o, residual, layer.attention_post_norm, layer.mlp_norm, _ATTENTION
+        )
         lora = inputs.lora_at(LoraReach.ALL)
         gate_up = adapted_linear(
             gate_up_site, hidden, layer.gate_up, layer.gate_up_bias, lora, pool
@@ -151,7 +156,7 @@ class Model:
         if inputs.logit_rows is not None:
             added = Product(added.settle().index_select(0, inputs.logit_rows))
             residual = residual.index_select(0, inputs.logit_rows)
-        return self._add(added, residual, after, self.weights.norm)[0]
+        return self._add(added, residual, after, self.weights.norm, _MLP)[0]
 
     def _add(
         self,
@@ -159,11 +164,16 @@ class Model:
         residual: torch.Tensor,
         post_norm: torch.Tensor | None,  # of what is added
         norm: torch.Tensor | None,  # of what reads the sum
+        kind: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input of what follows, and the new residual."""
         eps = self.config.rms_norm_eps
         if self._ranks.size > 1:
-            added = Product(self._ranks.all_reduce(added.settle()))
+            part = added.settle()
+            if post_norm is None and norm is not None:
+                scale = self.config.residual_multiplier
+                return all_reduce_add_rms_norm(self._ranks, part, residual, norm, eps, scale, kind)
+            added = Product(self._ranks.all_reduce(part))
         if post_norm is not None:
             return product_norm_add_norm(added, residual, post_norm, norm, eps)
         assert norm is not None

@@ -118,6 +118,7 @@ class Rank:
             self.shard.size,
             self.device,
             min(max_step_tokens(self.config) * hidden, _MAX_SHARED_BYTES),
+            hidden,
         )
         if self.is_cuda:
             self._exchange_bytes = max(0, outside_bytes(self.device) - outside)

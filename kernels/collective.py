@@ -10,6 +10,7 @@ only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +20,14 @@ from torch import distributed
 # A rank that waits longer for another gives up. Steps that hang end sooner: their watchers see it.
 TIMEOUT_S = 60.0
 _C10D: Any = distributed  # torch's stubs lack what follows
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """Memory of all ranks through which a kernel exchanges rows by itself."""
+
+    ranks: torch.Tensor  # [size + 1] int64 on the device: addresses, then this rank's number
+    max_rows: int
 
 
 class Collective(Protocol):
@@ -34,6 +43,11 @@ class Collective(Protocol):
         """Returns all ranks' x [T, C] side by side, [T, size * C]."""
         ...
 
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        """Returns the memory for the rows of x [T, H], one of two; None: they are exchanged by
+        `all_reduce`."""
+        ...
+
     def broadcast_(self, x: torch.Tensor) -> None:
         """Overwrites x, which is contiguous, with the first rank's."""
         ...
@@ -41,6 +55,12 @@ class Collective(Protocol):
     def abort(self) -> None:
         """Lets go of the other ranks, which may be gone. No call follows."""
         ...
+
+
+def max_shared_rows(size: int) -> int:
+    """Returns the most rows that a kernel of so many ranks exchanges: all of its programs are on
+    the device at once, and each sends its row to every rank."""
+    return 512 // size
 
 
 class Solo:
@@ -54,6 +74,9 @@ class Solo:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        return None
 
     def broadcast_(self, x: torch.Tensor) -> None:
         pass
@@ -93,6 +116,9 @@ class Gloo:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        return None
+
     def broadcast_(self, x: torch.Tensor) -> None:
         if x.numel():
             self._group.broadcast(x, 0).wait()
@@ -124,6 +150,12 @@ class Traced:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty((x.shape[0], self.size * x.shape[1]))
+
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        max_rows = max_shared_rows(self.size)
+        if len(x) > max_rows:
+            return None
+        return RowMemory(x.new_empty(self.size + 1, dtype=torch.int64), max_rows)
 
     def broadcast_(self, x: torch.Tensor) -> None:
         pass

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from kernels.collective import Collective
+from kernels.collective import Collective, RowMemory, max_shared_rows
 from kernels.exchange_environment import set_environment
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,9 @@ class Nccl:
             _finish(self.backend._allgather_base(parts, x.contiguous(), options))
         return parts.transpose(0, 1).reshape(rows, self.size * columns)
 
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        return None
+
     def broadcast_(self, x: torch.Tensor) -> None:
         if x.numel():
             options = _C10D.BroadcastOptions()
@@ -90,10 +93,12 @@ class SymmetricMemory:
         nccl: Nccl,
         store: Any,
         max_bytes: int,
+        row_bytes: int = 0,
         one_shot_bytes: int | None = None,
     ) -> None:
-        """`max_bytes`: of a sum in shared memory. `one_shot_bytes`: up to which a sum takes one
-        shot; None: the usual size. Raises RuntimeError."""
+        """`max_bytes`: of a sum in shared memory. `row_bytes`: of the rows that kernels exchange by
+        themselves. `one_shot_bytes`: up to which a sum takes one shot; None: the usual size. Raises
+        RuntimeError."""
         self.rank = nccl.rank
         self.size = nccl.size
         self._nccl = nccl
@@ -115,10 +120,36 @@ class SymmetricMemory:
         group._register_backend(nccl.device, kind, nccl.backend)
         group._set_group_name(self._name)
         private._register_process_group(self._name, group)
-        num_bytes = max(16, -(-max_bytes // 16) * 16)
-        self._buffer = shared.empty_strided_p2p((num_bytes,), (1,), torch.uint8, nccl.device)
+        sums = max(16, -(-max_bytes // 16) * 16)
+        self._row_bytes = row_bytes
+        self._max_rows = max_shared_rows(self.size)
+        num_rows = self.size * self._max_rows
+        rows = -(-num_rows * (row_bytes + 4) // 16) * 16  # each with its signal
+        size = (sums + 2 * rows,)
+        self._buffer = shared.empty_strided_p2p(size, (1,), torch.uint8, nccl.device)
         self._handle = shared.rendezvous(self._buffer, self._name)
         self._pads = [self._handle.get_signal_pad(r, [], torch.int32) for r in range(self.size)]
+        starts = [sums + kind * rows for kind in range(2)]
+        self._row_memory = [
+            RowMemory(
+                torch.tensor(
+                    [*(base + start for base in self._handle.buffer_ptrs), self.rank],
+                    dtype=torch.int64,
+                    device=nccl.device,
+                ),
+                self._max_rows,
+            )
+            for start in starts
+        ]
+        ends = [
+            slice(start + num_rows * row_bytes, start + num_rows * (row_bytes + 4))
+            for start in starts
+        ]
+        self._signals = [self._buffer[end].view(torch.int32) for end in ends]
+        for signals in self._signals:
+            signals.zero_()
+        nccl.all_reduce(torch.zeros(1, device=nccl.device))  # before any rank sends a signal
+        torch.cuda.synchronize(nccl.device)
         self._beside = torch.cuda.Stream(nccl.device)  # type: ignore[no-untyped-call]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +169,10 @@ class SymmetricMemory:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._nccl.all_gather(x)
 
+    def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
+        has_room = x.shape[1] * x.itemsize == self._row_bytes and len(x) <= self._max_rows
+        return self._row_memory[kind] if has_room and len(x) else None
+
     def broadcast_(self, x: torch.Tensor) -> None:
         self._nccl.broadcast_(x)
 
@@ -153,6 +188,8 @@ class SymmetricMemory:
             while not _is_idle(device) and time.monotonic() < ends_s:
                 for rank, pad in enumerate(self._pads):
                     pad.fill_(1 if rank == self.rank else 0)
+                for signals in self._signals:
+                    signals.fill_(1)
                 time.sleep(1e-3)
         aborting.join(_RELEASE_S)
 
@@ -196,7 +233,13 @@ def are_peers(size: int) -> bool:
 
 
 def open_exchange(
-    store: Any, rank: int, size: int, device: torch.device, max_bytes: int, timeout_s: float
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    max_bytes: int,
+    row_bytes: int,
+    timeout_s: float,
 ) -> Collective:
     """Joins the ranks, each on the device of its number."""
     set_environment()
@@ -207,7 +250,7 @@ def open_exchange(
         return nccl
     shared: SymmetricMemory | None = None
     try:
-        shared = SymmetricMemory(nccl, store, max_bytes)
+        shared = SymmetricMemory(nccl, store, max_bytes, row_bytes)
     except (RuntimeError, AttributeError, TypeError) as error:
         logger.warning("rank %d has no memory that devices share: %s", rank, str(error)[:500])
     # All ranks or none.

@@ -22,12 +22,14 @@ def meet(
     size: int,
     device: torch.device = _CPU,
     max_bytes: int = 0,
+    row_bytes: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> Collective:
     """Joins the ranks that name the same file, which none of them has made before. `max_bytes`: of
-    a tensor that CUDA devices exchange through memory that they share."""
+    a tensor that CUDA devices exchange through memory that they share; `row_bytes`: of the rows
+    that kernels exchange by themselves."""
     store = _C10D.FileStore(str(path), size)
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type == "cuda":
-        return open_exchange(store, rank, size, device, max_bytes, timeout_s)
+        return open_exchange(store, rank, size, device, max_bytes, row_bytes, timeout_s)
     return Gloo(store, rank, size, timeout_s)

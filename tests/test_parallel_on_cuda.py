@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,19 +19,24 @@ from engine.runner import ModelRunner
 from engine.types import Request
 from kernels.collective import Collective
 from kernels.cuda_collective import SymmetricMemory
+from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.rendezvous import meet
+from kernels.rms_norm import add_rms_norm
 from tests.engine_agreement import (
     ADAPTERS,
     OPTIONAL,
     OWNERS,
+    PARAMS,
     Reply,
+    assert_alike,
     assert_same,
     make_engine,
     neighbours,
     probe,
     run_all,
 )
-from tests.engine_helpers import make_base, make_named_adapters, make_runner
+from tests.engine_helpers import make_base, make_named_adapters, make_runner, random_prompt
+from tests.kv_host_helpers import always_copies, check_no_leak
 from tests.rank_processes import RECORDING_MAIN, checksum, on_processes, record_residuals
 
 pytestmark = [
@@ -113,10 +119,95 @@ def test_all_ranks_have_the_same_bits_in_and_out_of_graphs() -> None:
     assert first["one shot"] == first["two shots"], "of two ranks, each way rounds once"
 
 
+def _exchange_rows(rank: int, size: int, store: Path) -> list[int]:
+    """Returns checksums of normed sums: rows of kernels that exchange them by themselves, beside an
+    exchange and a norm, alone and many in a graph, while one rank is late."""
+    device, found = torch.device("cuda", rank), list[int]()
+    for number, (hidden, dtype) in enumerate(
+        [(4096, torch.bfloat16), (8192, torch.bfloat16), (576, torch.float32)]
+    ):
+        row_bytes = hidden * dtype.itemsize
+        ranks = meet(store.with_name(f"store-{number}"), rank, size, device, 1 << 20, row_bytes)
+        assert isinstance(ranks, SymmetricMemory), "the devices share no memory"
+        for rows in (1, 2, 7, 64, 256):
+            drawn = [
+                torch.randn(
+                    (rows, hidden), generator=torch.Generator(device).manual_seed(i), device=device
+                ).to(dtype)
+                for i in range(size + 2)
+            ]
+            x, residual, weight = drawn[rank], drawn[size], drawn[size + 1][0].contiguous()
+            assert ranks.row_memory(x, 0) is not None
+            total = sum(one.float() for one in drawn[:size])
+            assert isinstance(total, torch.Tensor)
+            expected, added = add_rms_norm(total.to(dtype), residual.clone(), weight, 1e-5)
+            for kind in (0, 1):
+                mine = residual.clone()
+                out, new = all_reduce_add_rms_norm(ranks, x, mine, weight, 1e-5, 1.0, kind)
+                assert torch.equal(new, added), (hidden, rows, kind)
+                assert torch.equal(out, expected), (hidden, rows, kind)
+            found += _chain_of_exchanges(ranks, x, residual, weight)
+    return found
+
+
+def _chain_of_exchanges(
+    ranks: Collective, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> list[int]:
+    """Forty layers in a graph, each of which reads the one before, of all rows and of fewer."""
+    few = max(1, len(x) // 3)
+
+    def run() -> torch.Tensor:
+        out, added = x, residual.clone()
+        for layer in range(40):
+            own = out * (1.0 + ranks.rank)
+            out, added = all_reduce_add_rms_norm(ranks, own, added, weight, 1e-5, 0.1, layer % 2)
+            if layer % 2:
+                part = all_reduce_add_rms_norm(
+                    ranks, own[:few].contiguous(), added[:few].clone(), weight, 1e-5, 0.1, 0
+                )[0]
+                out[:few] += part
+                part = all_reduce_add_rms_norm(
+                    ranks, part, added[:few].clone(), weight, 1e-5, 0.1, 1
+                )[0]
+                out[:few] += part
+        return out
+
+    expected = run().clone()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        out = run()
+        graph.capture_end()
+    found = [checksum(expected)]
+    for turn in range(6):
+        torch.cuda.synchronize()
+        out.zero_()
+        if turn % 2 == ranks.rank:
+            torch.cuda._sleep(3_000_000)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+    return found
+
+
+def test_rows_that_kernels_exchange_have_the_bits_of_a_sum_and_a_norm() -> None:
+    first, second = on_processes(2, _exchange_rows, timeout_s=120.0)
+    assert first == second
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "base"
-    return make_base(folder, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return make_base(
+        folder,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +287,90 @@ def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
         assert_same(runner, reply, alone[name])
     assert len(lines) > 50
     assert other.read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graphs", "eager"])
+def test_two_ranks_in_fewer_bits_answer_as_one(
+    base: Path, adapters: dict[str, Path], is_eager: bool
+) -> None:
+    settings = {
+        "dtype": "bfloat16",
+        "quantization": "fp8",
+        "lora_dtype": "int8",
+        "kv_cache_dtype": "fp8",
+        "enforce_eager": is_eager,
+    }
+    found = []
+    for size in (1, 2):
+        runner = _open(base, adapters, size, **settings)
+        with closing(runner):
+            late = runner.num_late_compilations
+            found.append(_replies(runner))
+            assert runner.num_late_compilations == late
+    alone, both = found
+    for name, reply in both.items():
+        if name.removeprefix("again-").startswith("probe"):  # greedy, and nothing changes logits
+            assert_alike(reply, alone[name], 0.9)
+        assert reply.error is None
+
+
+def _loops(runner: ModelRunner, mode: str) -> dict[str, Reply]:
+    """Returns the answers to prompts that repeat themselves: drafts are found in them."""
+    engine = make_engine(runner, max_num_seqs=16, max_num_batched_tokens=96, speculation=mode)
+    asked = []
+    for turn in range(2):
+        for i, owner in enumerate((*OWNERS, *OWNERS)):
+            params = replace(
+                PARAMS, max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=None
+            )
+            prompt = tuple(random_prompt(6, seed=i) * 6)
+            asked.append(Request(f"{turn}-{i}", prompt, params, owner))
+    found = run_all(engine, asked)
+    load = engine.load()
+    assert (load.num_accepted_tokens > 0) == (mode != "off")
+    return found
+
+
+def test_drafts_on_two_ranks_change_no_token(base: Path, adapters: dict[str, Path]) -> None:
+    with closing(_open(base, adapters, 1)) as runner:
+        expected = _loops(runner, "off")
+    with closing(_open(base, adapters, 2, speculation="suffix")) as runner:
+        found = _loops(runner, "suffix")
+    for name, reply in expected.items():
+        assert reply.error is None
+        assert found[name].tokens == reply.tokens
+
+
+def test_a_host_tier_on_two_ranks_changes_no_token(base: Path, adapters: dict[str, Path]) -> None:
+    """Prefixes leave the devices and return, and sequences are preempted."""
+
+    def answers(size: int, num_blocks: int, host: int) -> dict[str, Reply]:
+        runner = _open(base, adapters, size, num_blocks=num_blocks, kv_host_bytes=host)
+        with closing(runner):
+            engine = make_engine(runner, max_num_batched_tokens=128, max_num_seqs=8)
+            if host:
+                always_copies(engine)
+            found: dict[str, Reply] = {}
+            for turn in range(3):
+                longer = replace(PARAMS, max_tokens=40)
+                found |= run_all(
+                    engine,
+                    [
+                        Request(f"{turn} {i}", tuple(random_prompt(97 + i % 8, i)), longer, owner)
+                        for i, owner in enumerate((*OWNERS, None, "all", "wide"))
+                    ],
+                )
+            load = engine.load()
+            if host:
+                assert load.num_preemptions
+                assert load.kv_host.loaded_bytes
+                check_no_leak(engine)
+            return found
+
+    expected, found = answers(1, 400, 0), answers(2, 44, 8 << 20)
+    for name, reply in expected.items():
+        assert reply.error is None
+        assert found[name].tokens == reply.tokens
 
 
 _KILL = """

@@ -153,6 +153,9 @@ SHAPES = {
             "llama-3-8b", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 1e-5
         ),
         ModelShape(
+            "llama-3-70b", "LlamaForCausalLM", 8192, 28672, 80, 64, 8, 128, 128256, 500000.0, 1e-5
+        ),
+        ModelShape(
             "llama-2-7b",
             "LlamaForCausalLM",
             4096,

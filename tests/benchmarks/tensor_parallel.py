@@ -4,10 +4,10 @@ The engines are open at once and run each case in turns, so that a clock that mo
 `--apart` one after another, for bases of which two do not fit. The workload is that of `engine`:
 prompts of 256 random tokens, 128 tokens out, greedy, all requests at once, with each number of
 distinct adapters of rank 16. `--exchange` measures the exchanges alone, by size and way, in CUDA
-graphs of several.
+graphs of several; and those of rows with the norm that follows, in one kernel and in two.
 
     python -m tests.benchmarks.tensor_parallel --out FILE [--ranks 1,2] [--requests 1,32,256]
-        [--distinct 0,32] [--exchange]
+        [--distinct 0,32] [--shape NAME] [--quantization fp8] [--exchange]
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels.collective import Collective
+from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.rendezvous import meet
+from kernels.rms_norm import add_rms_norm
 from tests.benchmarks.cases import Case
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
 from tests.benchmarks.report import Report, print_table
@@ -36,6 +38,7 @@ WARM_UP_TOKENS = 8
 HOST_BYTES = 8 * 1024**3
 EXCHANGE_BYTES = [8 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
 EXCHANGES = 16  # in a graph
+HIDDEN, ROWS = (4096, 8192), (1, 8, 32, 64, 128, 256)  # of exchanges with their norm
 REPLAYS = 20
 COLUMNS = 1024
 WAYS: dict[str, int | None] = {"one shot": 1 << 60, "two shot": 0, "usual": None}
@@ -67,12 +70,18 @@ def open_side(args: argparse.Namespace, size: int, report: Report) -> OurEngine:
             "tensor_parallel_size": size,
             "adapter_host_bytes": min(HOST_BYTES, args.host_bytes),
             "num_threads": None if is_cuda else 1,
+            "quantization": args.quantization,
+            "lora_dtype": args.lora_dtype,
+            "kv_cache_dtype": args.kv_cache_dtype,
         },
     )
     ours = OurEngine(settings, "small")
     report.emit(
         ranks=size,
         shape=args.shape,
+        quantization=args.quantization,
+        lora_dtype=args.lora_dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         start_s=round(ours.start_s, 2),
         num_blocks=ours.engine.load().num_blocks,
     )
@@ -153,15 +162,55 @@ def time_exchanges(rank: int, size: int, store: Path, is_cuda: bool) -> list[dic
     return lines
 
 
+def time_norms(rank: int, size: int, store: Path) -> list[dict[str, Any]]:
+    """Returns the microseconds of a sum of rows with the norm behind it: torch's one-shot sum and
+    our norm, our usual sum and norm, and the kernel of both."""
+    device, lines = torch.device("cuda", rank), list[dict[str, Any]]()
+    for number, hidden in enumerate(HIDDEN):
+        ranks = meet(store.with_name(f"norms-{number}"), rank, size, device, 16 << 20, 2 * hidden)
+        for rows in ROWS:
+            us = {way: round(value, 2) for way, value in _norm_times(ranks, rows, hidden).items()}
+            lines.append({"hidden": hidden, "rows": rows, **us})
+    return lines
+
+
+def _norm_times(ranks: Any, rows: int, hidden: int) -> dict[str, float]:
+    device = torch.device("cuda", ranks.rank)
+    x = torch.ones((rows, hidden), dtype=torch.bfloat16, device=device)
+    residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+
+    def in_two() -> None:
+        add_rms_norm(ranks.all_reduce(x), residual, weight, 1e-5)
+
+    def two_in_one() -> None:
+        for kind in (0, 1):
+            all_reduce_add_rms_norm(ranks, x, residual, weight, 1e-5, 1.0, kind)
+
+    usual = ranks._one_shot_bytes
+    ranks._one_shot_bytes = 1 << 60
+    found = {"one shot, norm": _time(in_two)}
+    ranks._one_shot_bytes = usual
+    found["usual, norm"] = _time(in_two)
+    if ranks.row_memory(x, 0) is not None:
+        found["one kernel"] = _time(two_in_one) / 2
+    return found
+
+
 def _time_in_graph(ranks: Collective, x: torch.Tensor) -> float:
-    """Returns the microseconds of a sum, its copies included: `EXCHANGES` in a graph."""
+    """Returns the microseconds of a sum, its copies included."""
     ranks.all_reduce(x.clone())
+    return _time(lambda: ranks.all_reduce(x))
+
+
+def _time(call: Callable[[], object]) -> float:
+    """Returns the microseconds of a call: `EXCHANGES` in a graph."""
+    call()
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         for _ in range(EXCHANGES):
-            ranks.all_reduce(x)
+            call()
         graph.capture_end()
     times = []
     for _ in range(REPLAYS):
@@ -194,6 +243,12 @@ def run_exchanges(args: argparse.Namespace, report: Report) -> None:
             report.emit(ranks=size, exchange="sum", clocks=clocks(), us=line)
         header = tuple(lines[0])
         print_table(header, [tuple(line[key] for key in header) for line in lines])
+        if args.device == "cuda":
+            lines = on_processes(size, time_norms, timeout_s=120.0)[0]
+            for line in lines:
+                report.emit(ranks=size, exchange="sum and norm", clocks=clocks(), us=line)
+            header = tuple(lines[0])
+            print_table(header, [tuple(line.get(key, "") for key in header) for line in lines])
 
 
 def main() -> None:
@@ -210,6 +265,9 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--memory", type=float, default=0.42, help="share of each engine")
     parser.add_argument("--host-bytes", type=int, default=HOST_BYTES, help="of adapters")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--lora-dtype", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--exchange", action="store_true", help="the exchanges alone")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

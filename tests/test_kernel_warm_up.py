@@ -104,6 +104,7 @@ def traced(
     affine_adapters: bool = True,
     quantization: Quantization = "none",
     kv_cache_dtype: KVCacheDtype = "auto",
+    num_ranks: int = 1,
 ) -> frozenset[KernelCall]:
     model = replace(model_named(name), num_layers=2)
     model = replace(model, sliding_windows=model.sliding_windows[:2], ropes=model.ropes[:2])
@@ -117,8 +118,9 @@ def traced(
         affine_adapters=affine_adapters,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=num_ranks,
     )
-    int4 = likely_forms(model) if quantization == "auto" else {}
+    int4 = likely_forms(model, num_ranks) if quantization == "auto" else {}
     return trace_kernels(config, model, dtype, 4096, capability, int4)
 
 
@@ -177,7 +179,7 @@ def launched_kernels() -> set[str]:
 
 def test_the_list_has_every_kernel_of_the_folder() -> None:
     """Collects them over models: few rows with and without norms, norms of what a layer adds,
-    windows, an older device, FP8, 4 bits."""
+    windows, an older device, FP8, 4 bits, several ranks."""
     everywhere = frozenset[KernelCall]().union(
         traced("llama-3-8b"),
         traced("qwen3-8b"),
@@ -186,6 +188,7 @@ def test_the_list_has_every_kernel_of_the_folder() -> None:
         traced("llama-3-8b", capability=AMPERE),
         traced("llama-3-8b", quantization="fp8"),
         traced("llama-3-8b-gptq", quantization="auto"),
+        traced("llama-3-8b", num_ranks=2),
     )
     assert names(everywhere) == launched_kernels()
 

@@ -356,7 +356,7 @@ def test_a_host_tier_on_two_ranks_changes_no_token(base: Path, adapters: dict[st
                 found |= run_all(
                     engine,
                     [
-                        Request(f"{turn} {i}", tuple(random_prompt(97 + i % 8, i)), longer, owner)
+                        Request(f"{turn} {i}", tuple(random_prompt(77 + i % 8, i)), longer, owner)
                         for i, owner in enumerate((*OWNERS, None, "all", "wide"))
                     ],
                 )
@@ -367,7 +367,7 @@ def test_a_host_tier_on_two_ranks_changes_no_token(base: Path, adapters: dict[st
                 check_no_leak(engine)
             return found
 
-    expected, found = answers(1, 400, 0), answers(2, 44, 8 << 20)
+    expected, found = answers(1, 400, 0), answers(2, 36, 8 << 20)
     for name, reply in expected.items():
         assert reply.error is None
         assert found[name].tokens == reply.tokens

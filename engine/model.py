@@ -18,7 +18,6 @@ from engine.rope import RopeConfig, cos_sin_table
 from engine.weights import LayerWeights, Weights
 from kernels.collective import SOLO, Collective
 from kernels.embedding import gather_embedding
-from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import LoraPlan
@@ -31,6 +30,7 @@ from lora.layers import (
     apply_lora_,
     apply_lora_embedding_,
     product_add_rms_norm,
+    product_all_reduce_add_rms_norm,
     product_norm_add_norm,
     product_rope_kv_write,
     product_silu_mul,
@@ -169,11 +169,11 @@ class Model:
         """Returns the input of what follows, and the new residual."""
         eps = self.config.rms_norm_eps
         if self._ranks.size > 1:
-            part = added.settle()
             if post_norm is None and norm is not None:
-                scale = self.config.residual_multiplier
-                return all_reduce_add_rms_norm(self._ranks, part, residual, norm, eps, scale, kind)
-            added = Product(self._ranks.all_reduce(part))
+                return product_all_reduce_add_rms_norm(
+                    self._ranks, added, residual, norm, eps, self.config.residual_multiplier, kind
+                )
+            added = Product(self._ranks.all_reduce(added.settle()))
         if post_norm is not None:
             return product_norm_add_norm(added, residual, post_norm, norm, eps)
         assert norm is not None

@@ -17,17 +17,41 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
+from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
+
 # A rank that waits longer for another gives up. Steps that hang end sooner: their watchers see it.
 TIMEOUT_S = 60.0
 _C10D: Any = distributed  # torch's stubs lack what follows
 
 
+MAX_BRIDGE_ROWS = 64  # of steps whose kernels exchange bridges of adapters
+MAX_BRIDGE_PAGES = MAX_RANK_PAGES
+_BRIDGE_BYTES = 4 * MAX_BRIDGE_ROWS * MAX_BRIDGE_PAGES * PAGE_ROWS
+
+
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """Memory of all ranks through which a kernel exchanges rows by itself."""
+    """Memory of all ranks through which kernels exchange rows by themselves. Each rank's begins
+    with [size, max_rows, H], the parts of all ranks; then come signals, [size, max_rows] int32,
+    zero between two exchanges, and bridges, [size, MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, PAGE_ROWS]
+    float32. The addresses are multiples of 16 bytes."""
 
     ranks: torch.Tensor  # [size + 1] int64 on the device: addresses, then this rank's number
     max_rows: int
+
+    @classmethod
+    def num_bytes(cls, size: int, row_bytes: int) -> int:
+        """Returns the bytes of each rank."""
+        return size * (max_shared_rows(size) * (row_bytes + 4) + _BRIDGE_BYTES)
+
+    def layout(self, row_bytes: int) -> tuple[int, int, int]:
+        """Returns the bytes of all parts, behind which signals begin, the ranks, and `max_rows`."""
+        size = len(self.ranks) - 1
+        return size * self.max_rows * row_bytes, size, self.max_rows
+
+    def bridge_start(self, row_bytes: int) -> int:
+        parts, size, rows = self.layout(row_bytes)
+        return parts + 4 * size * rows
 
 
 class Collective(Protocol):
@@ -60,7 +84,7 @@ class Collective(Protocol):
 def max_shared_rows(size: int) -> int:
     """Returns the most rows that a kernel of so many ranks exchanges: all of its programs are on
     the device at once, and each sends its row to every rank."""
-    return 512 // size
+    return 512 // size // 4 * 4  # the words of their signals are multiples of 16 bytes
 
 
 class Solo:

@@ -122,35 +122,31 @@ class SymmetricMemory:
         private._register_process_group(self._name, group)
         sums = max(16, -(-max_bytes // 16) * 16)
         self._row_bytes = row_bytes
-        self._max_rows = max_shared_rows(self.size)
-        num_rows = self.size * self._max_rows
-        rows = -(-num_rows * (row_bytes + 4) // 16) * 16  # each with its signal
-        size = (sums + 2 * rows,)
-        self._buffer = shared.empty_strided_p2p(size, (1,), torch.uint8, nccl.device)
+        rows = RowMemory.num_bytes(self.size, -(-row_bytes // 16) * 16)
+        total = (sums + 2 * rows,)
+        self._buffer = shared.empty_strided_p2p(total, (1,), torch.uint8, nccl.device)
         self._handle = shared.rendezvous(self._buffer, self._name)
         self._pads = [self._handle.get_signal_pad(r, [], torch.int32) for r in range(self.size)]
-        starts = [sums + kind * rows for kind in range(2)]
-        self._row_memory = [
-            RowMemory(
-                torch.tensor(
-                    [*(base + start for base in self._handle.buffer_ptrs), self.rank],
-                    dtype=torch.int64,
-                    device=nccl.device,
-                ),
-                self._max_rows,
-            )
-            for start in starts
-        ]
-        ends = [
-            slice(start + num_rows * row_bytes, start + num_rows * (row_bytes + 4))
-            for start in starts
-        ]
-        self._signals = [self._buffer[end].view(torch.int32) for end in ends]
+        starts = (sums, sums + rows)
+        self._row_memory = [self._memory_from(start) for start in starts]
+        self._signals = [self._signals_from(start) for start in starts]
         for signals in self._signals:
             signals.zero_()
         nccl.all_reduce(torch.zeros(1, device=nccl.device))  # before any rank sends a signal
         torch.cuda.synchronize(nccl.device)
         self._beside = torch.cuda.Stream(nccl.device)  # type: ignore[no-untyped-call]
+
+    def _memory_from(self, start: int) -> RowMemory:
+        places = [*(base + start for base in self._handle.buffer_ptrs), self.rank]
+        ranks = torch.tensor(places, dtype=torch.int64, device=self._nccl.device)
+        return RowMemory(ranks, max_shared_rows(self.size))
+
+    def _signals_from(self, start: int) -> torch.Tensor:
+        memory = self._row_memory[0]
+        parts, *_ = memory.layout(self._row_bytes)
+        end = memory.bridge_start(self._row_bytes)
+        signals: torch.Tensor = self._buffer[start + parts : start + end].view(torch.int32)
+        return signals
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         num_bytes = x.numel() * x.itemsize
@@ -170,8 +166,9 @@ class SymmetricMemory:
         return self._nccl.all_gather(x)
 
     def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
-        has_room = x.shape[1] * x.itemsize == self._row_bytes and len(x) <= self._max_rows
-        return self._row_memory[kind] if has_room and len(x) else None
+        memory, row_bytes = self._row_memory[kind], x.shape[1] * x.itemsize
+        fits = row_bytes == self._row_bytes and not row_bytes % 16
+        return memory if fits and 0 < len(x) <= memory.max_rows else None
 
     def broadcast_(self, x: torch.Tensor) -> None:
         self._nccl.broadcast_(x)

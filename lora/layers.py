@@ -14,6 +14,8 @@ from typing import cast
 
 import torch
 
+from kernels.collective import Collective
+from kernels.exchange_norm import all_reduce_add_rms_norm, lora_all_reduce_add_rms_norm
 from kernels.linear import linear, linear_shrink
 from kernels.lora_add_rms_norm import lora_add_rms_norm
 from kernels.lora_norm_add_norm import lora_norm_add_norm
@@ -129,6 +131,34 @@ def product_add_rms_norm(
         return add_rms_norm(x.base, residual, weight, eps, scale)
     return lora_add_rms_norm(
         x.base, residual, weight, eps, delta.bridge, delta.site, delta.plan, scale
+    )
+
+
+def product_all_reduce_add_rms_norm(
+    ranks: Collective,
+    x: Product,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: float,
+    kind: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what `product_add_rms_norm` does of the sum of all ranks' products. `kind`: as for
+    `all_reduce_add_rms_norm`."""
+    delta = x.delta
+    if delta is None:
+        return all_reduce_add_rms_norm(ranks, x.base, residual, weight, eps, scale, kind)
+    return lora_all_reduce_add_rms_norm(
+        ranks,
+        x.base,
+        residual,
+        weight,
+        eps,
+        delta.bridge,
+        delta.site,
+        delta.plan,
+        scale,
+        kind,
     )
 
 

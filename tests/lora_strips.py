@@ -73,5 +73,6 @@ def make_site_rows(
 def in_int8(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns A [r, K] and B [r, N] in int8, and the scales [r] of their products."""
     adapter = Adapter("", len(a), {"one": ModuleWeights(a, b)}, 0, is_noop=False)
-    rows, scales = quantized(adapter)
-    return rows.modules["one"].lora_a, rows.modules["one"].lora_b, scales["one"]
+    rows = quantized(adapter).modules["one"]
+    assert rows.rank_scales is not None
+    return rows.lora_a, rows.lora_b, rows.rank_scales

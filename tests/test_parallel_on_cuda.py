@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from engine.runner import ModelRunner
 from engine.types import Request
 from kernels.collective import Collective
 from kernels.cuda_collective import SymmetricMemory
-from kernels.exchange_norm import all_reduce_add_rms_norm
+from kernels.exchange_norm import all_reduce_add_rms_norm, lora_all_reduce_add_rms_norm
+from kernels.lora_add_rms_norm import lora_add_rms_norm
+from kernels.lora_shrink_expand import lora_shrink
 from kernels.rendezvous import meet
 from kernels.rms_norm import add_rms_norm
 from tests.engine_agreement import (
@@ -37,6 +40,7 @@ from tests.engine_agreement import (
 )
 from tests.engine_helpers import make_base, make_named_adapters, make_runner, random_prompt
 from tests.kv_host_helpers import always_copies, check_no_leak
+from tests.lora_kernel_cases import make_case
 from tests.rank_processes import RECORDING_MAIN, checksum, on_processes, record_residuals
 
 pytestmark = [
@@ -194,6 +198,57 @@ def _chain_of_exchanges(
 
 def test_rows_that_kernels_exchange_have_the_bits_of_a_sum_and_a_norm() -> None:
     first, second = on_processes(2, _exchange_rows, timeout_s=120.0)
+    assert first == second
+
+
+def _exchange_bridges(rank: int, size: int, store: Path, is_int8: bool) -> list[int]:
+    """Returns checksums of sums of rows and bridges; the bits are those of one rank whose bridge
+    has the planes of all."""
+    device, hidden, found = torch.device("cuda", rank), 4096, list[int]()
+    ranks = meet(store, rank, size, device, 1 << 20, 2 * hidden)
+    for rows in (1, 9, 64):
+        adapters = [16] * 32 if rows == 64 else [8, 40, 16, 64, 512]
+        runs = [(i % len(adapters) if i % 5 else None, 1) for i in range(1, rows + 1)]
+        case = make_case(
+            adapters,
+            runs,
+            in_features=128,
+            sizes=(hidden,),
+            dtype=torch.bfloat16,
+            device=str(device),
+            is_int8=is_int8,
+        )
+        plan, site = case.plan(large=False), case.site
+        drawn = [torch.Generator(device).manual_seed(i) for i in range(size + 1)]
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        inputs = [torch.randn((rows, 128), generator=one, **options) for one in drawn]
+        parts = [torch.randn((rows, hidden), generator=one, **options) for one in drawn]
+        bridges = [lora_shrink(x, site, plan) for x in inputs[:size]]
+        assert len(bridges[0].planes) <= 2, "sums of more would depend on their order"
+        weight = torch.ones(hidden, **options)
+        planes = torch.stack([one.planes.sum(0) for one in bridges])
+        total = sum(one.float() for one in parts[:size])
+        assert isinstance(total, torch.Tensor)
+        expected = total.to(torch.bfloat16), parts[size].clone()
+        both = lora_add_rms_norm(
+            *expected, weight, 1e-5, replace(bridges[rank], planes=planes), site, plan
+        )
+        for turn in range(8):
+            if turn % 2 == rank:
+                torch.cuda._sleep(2_000_000)
+            residual = parts[size].clone()
+            out, new = lora_all_reduce_add_rms_norm(
+                ranks, parts[rank], residual, weight, 1e-5, bridges[rank], site, plan, 1.0, turn % 2
+            )
+            assert torch.equal(out, both[0]), (rows, turn)
+            assert torch.equal(new, both[1]), (rows, turn)
+            found.append(checksum(out))
+    return found
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_bridges_travel_beside_the_rows(is_int8: bool) -> None:
+    first, second = on_processes(2, _exchange_bridges, is_int8, timeout_s=120.0)
     assert first == second
 
 

@@ -68,7 +68,7 @@ def open_side(args: argparse.Namespace, size: int, report: Report) -> OurEngine:
         num_blocks=None if is_cuda else 512,
         others={
             "tensor_parallel_size": size,
-            "adapter_host_bytes": min(HOST_BYTES, args.host_bytes),
+            "adapter_host_bytes": args.host_bytes,
             "num_threads": None if is_cuda else 1,
             "quantization": args.quantization,
             "lora_dtype": args.lora_dtype,

@@ -1,26 +1,73 @@
-"""The kernel by which ranks exchange rows, as one of three runs it: the others have sent theirs."""
+"""The kernels by which ranks exchange rows, as one of three runs them: the others have sent
+theirs."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.collective import MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, RowMemory, max_shared_rows
+from kernels.lora_plan import Bridge
+from kernels.lora_shrink_expand import lora_shrink
 from kernels.rms_norm import add_rms_norm_reference
 from kernels.triton_exchange_norm import launch_exchange_norm
+from kernels.triton_lora_add_rms_norm import launch_lora_add_rms_norm
+from kernels.triton_lora_exchange_norm import launch_lora_exchange_norm
 from tests.interpreter.test_elementwise import assert_near, randn
+from tests.lora_kernel_cases import make_case
 
-SIZE, MAX_ROWS = 3, 8
+SIZE = 3
+MAX_ROWS = max_shared_rows(SIZE)
 
 
 class Memory:
-    """A rank's memory for rows of every rank, and the signals behind them."""
+    """A rank's memory: rows of every rank, signals and bridges."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
-        count = SIZE * MAX_ROWS
-        self.bytes = torch.zeros(count * (hidden * dtype.itemsize + 4), dtype=torch.uint8)
-        parts = self.bytes[: count * hidden * dtype.itemsize]
-        self.parts = parts.view(dtype).view(SIZE, MAX_ROWS, hidden)
-        self.signals = self.bytes[parts.numel() :].view(torch.int32).view(SIZE, MAX_ROWS)
+        row_bytes = hidden * dtype.itemsize
+        self.bytes = torch.zeros(RowMemory.num_bytes(SIZE, row_bytes), dtype=torch.uint8)
+        layout = RowMemory(torch.empty(SIZE + 1), MAX_ROWS)
+        parts, bridges = layout.layout(row_bytes)[0], layout.bridge_start(row_bytes)
+        self.parts = self.bytes[:parts].view(dtype).view(SIZE, MAX_ROWS, hidden)
+        self.signals = self.bytes[parts:bridges].view(torch.int32).view(SIZE, MAX_ROWS)
+        shape = (SIZE, MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, 16)
+        self.bridges = self.bytes[bridges:].view(torch.float32).view(shape)
+
+
+class Ranks:
+    """The memory of three ranks, of which the others have sent their parts."""
+
+    def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
+        self.rank, self.parts = rank, parts
+        rows, hidden = parts[0].shape
+        self.memory = [Memory(hidden, parts[0].dtype) for _ in parts]
+        for other in self.others:
+            self.memory[rank].parts[other, :rows] = parts[other]
+            self.memory[rank].signals[other, :rows] = 1
+        places = [*(one.bytes.data_ptr() for one in self.memory), rank]
+        self.shared = RowMemory(torch.tensor(places), MAX_ROWS)
+
+    @property
+    def others(self) -> list[int]:
+        return [one for one in range(SIZE) if one != self.rank]
+
+    @property
+    def total(self) -> torch.Tensor:
+        total = sum(one.float() for one in self.parts)
+        assert isinstance(total, torch.Tensor)
+        return total.to(self.parts[0].dtype)
+
+    def check_sent(self) -> None:
+        rank, rows = self.rank, len(self.parts[0])
+        assert not self.memory[rank].signals.any(), "each is cleared for the next exchange"
+        for other in range(SIZE):
+            memory = self.memory[other]
+            assert torch.equal(memory.parts[rank, :rows], self.parts[rank])
+            assert not memory.parts[:, rows:].any()
+            if other != rank:
+                assert memory.signals[rank].tolist() == [1] * rows + [0] * (MAX_ROWS - rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -29,23 +76,60 @@ class Memory:
 def test_a_rank_sends_its_rows_and_adds_up_those_of_all(
     rank: int, rows: int, hidden: int, scale: float, dtype: torch.dtype
 ) -> None:
-    parts = [randn(rows, hidden, dtype=dtype, seed=i) for i in range(SIZE)]
+    ranks = Ranks(rank, [randn(rows, hidden, dtype=dtype, seed=i) for i in range(SIZE)])
     residual, weight = randn(rows, hidden, dtype=dtype, seed=7), randn(hidden, dtype=dtype, seed=8)
-    memory = [Memory(hidden, dtype) for _ in range(SIZE)]
-    for other in range(SIZE):
-        if other != rank:
-            memory[rank].parts[other, :rows] = parts[other]
-            memory[rank].signals[other, :rows] = 1
-    ranks = torch.tensor([*(one.bytes.data_ptr() for one in memory), rank])
-    total = sum(one.float() for one in parts)
-    assert isinstance(total, torch.Tensor)
-    expected, added = add_rms_norm_reference(total.to(dtype), residual, weight, 1e-6, scale)
-    normed = launch_exchange_norm(parts[rank], residual, weight, 1e-6, scale, ranks, MAX_ROWS)
+    expected, added = add_rms_norm_reference(ranks.total, residual, weight, 1e-6, scale)
+    x = ranks.parts[rank]
+    normed = launch_exchange_norm(x, residual, weight, 1e-6, scale, ranks.shared)
     assert torch.equal(residual, added)
     assert_near(normed, expected)
-    assert not memory[rank].signals.any(), "each is cleared for the next exchange"
-    for other in range(SIZE):
-        assert torch.equal(memory[other].parts[rank, :rows], parts[rank])
-        assert not memory[other].parts[:, rows:].any()
-        if other != rank:
-            assert memory[other].signals[rank].tolist() == [1] * rows + [0] * (MAX_ROWS - rows)
+    ranks.check_sent()
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_bridges_travel_beside_the_rows(rank: int, is_int8: bool) -> None:
+    """The bits are those of one rank whose bridge has the planes of all."""
+    cases = [
+        make_case(
+            [8, 40, 16, 64],
+            [(0, 2), (None, 3), (1, 1), (3, 1), (2, 2)],
+            in_features=64,
+            sizes=(72,),
+            dtype=torch.float16,
+            seed=0,
+            is_int8=is_int8,
+        )
+        for _ in range(SIZE)
+    ]
+    plan = cases[0].plan(large=False)
+    inputs = [randn(*cases[0].x.shape, dtype=torch.float16, seed=20 + i) for i in range(SIZE)]
+    bridges = [lora_shrink(x, cases[0].site, plan) for x in inputs]
+    ranks = Ranks(rank, [randn(9, 72, dtype=torch.float16, seed=i) for i in range(SIZE)])
+    residual, weight = randn(9, 72, dtype=torch.float16, seed=7), randn(72, seed=8).half()
+    own = ranks.memory[rank]
+    for other in ranks.others:
+        sums = bridges[other].planes.sum(0)[0]  # [pages, rows, 16]
+        own.bridges[other].fill_(torch.nan)
+        own.bridges[other, : sums.shape[0], : sums.shape[1]] = sums
+    planes = torch.stack([one.planes.sum(0) for one in bridges])
+    bridge = replace(bridges[rank], planes=planes)
+    assert isinstance(bridge, Bridge)
+    expected_residual = residual.clone()
+    expected = launch_lora_add_rms_norm(
+        ranks.total, expected_residual, weight, 1e-6, bridge, cases[0].site, plan, 1.0
+    )
+    normed = launch_lora_exchange_norm(
+        ranks.parts[rank],
+        residual,
+        weight,
+        1e-6,
+        bridges[rank],
+        cases[0].site,
+        plan,
+        1.0,
+        ranks.shared,
+    )
+    assert torch.equal(residual, expected_residual)
+    assert torch.equal(normed, expected)
+    ranks.check_sent()

@@ -13,6 +13,7 @@ Next to the fit, `LongestSteps` bounds the duration of a step that is not hung.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import combinations
 
 Vector = tuple[float, float, float]
@@ -30,6 +31,9 @@ _FADES = 0.98  # factor on a longest step at each new step of its size
 _NEW = 32  # steps
 _NEWEST = 0.1  # share of a new step in the mean of its size
 _RECENT = 0.9  # factor on what prompt tokens added, at each new step with prompt tokens
+TILE = 128  # tokens: the sizes by which steps with prompts are remembered
+_REMEMBERED = 128  # steps with prompt tokens
+_ALIKE = 0.25  # of the time that prompts add: hardly more
 _LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would mean unknown
 
 
@@ -45,6 +49,9 @@ class StepCost:
         # sequences; the largest recent step's prompt tokens.
         self._prompt_tokens, self._prompt_s = 0.0, 0.0
         self.largest_prompt = 0.0
+        # By the decoding sequences in powers of two, and the tiles of all tokens of a step.
+        self._added: list[dict[int, _Added]] = [{} for _ in range(16)]
+        self._num_prompt_steps = 0
         # Means of recent steps without prompts, by their sequences in powers of two:
         # (sequences, seconds)
         self._decode_steps = [(0.0, 0.0)] * 16
@@ -85,6 +92,48 @@ class StepCost:
                 return seconds + max(0.0, num_decoding - num_seen) * self.added_token_s
         return next((seconds for _, seconds in self._decode_steps if seconds), 0.0)
 
+    def as_quick(self, num_tokens: int, num_decoding: int, added_s: float) -> int:
+        """Returns the tokens of the largest step known to last hardly longer than one of so many,
+        `num_decoding` of them decoding, or one tile more if that is unknown; `num_tokens`
+        themselves if there is none, if their step is unknown, or if prompts add no more than
+        `added_s` to it.
+
+        What the host needs to launch a step with prompts does not depend on its size. Where that is
+        longer than the device computes, smaller steps are no shorter."""
+        known = self._recently_added(num_decoding)
+        own = known.get(num_tokens // TILE)
+        if own is None or own.added_s <= added_s:
+            return num_tokens
+        as_quick = [
+            tile
+            for tile, one in known.items()
+            if one.num_prompt > own.num_prompt
+            and one.added_s / own.added_s - 1
+            < min(_ALIKE, (one.num_prompt / own.num_prompt - 1) / 2)
+        ]
+        if not as_quick:
+            return num_tokens
+        largest = max(as_quick)
+        return (largest if largest + 1 in known else largest + 1) * TILE
+
+    def _recently_added(self, num_decoding: int) -> dict[int, _Added]:
+        """Returns the means of recent steps with prompts beside a similar number of decoding
+        sequences, by the tiles of all their tokens."""
+        oldest = self._num_prompt_steps - _REMEMBERED
+        of_size = self._added[min(num_decoding.bit_length(), len(self._added) - 1)]
+        return {tile: one for tile, one in of_size.items() if one.newest > oldest}
+
+    def _observe_added(self, num_prompt: int, num_decoding: int, added_s: float) -> None:
+        self._num_prompt_steps += 1
+        tile, added_s = (num_prompt + num_decoding) // TILE, max(added_s, 1e-9)
+        mean = self._recently_added(num_decoding).get(tile)
+        if mean is None:
+            mean = _Added(added_s, num_prompt)
+            self._added[min(num_decoding.bit_length(), len(self._added) - 1)][tile] = mean
+        mean.added_s += _NEWEST * (min(added_s, _FAR * mean.added_s) - mean.added_s)
+        mean.num_prompt += _NEWEST * (num_prompt - mean.num_prompt)
+        mean.newest = self._num_prompt_steps
+
     def observe(self, num_prompt_tokens: int, num_decoding: int, seconds: float) -> None:
         self._num_steps += 1
         if self._num_steps <= _SKIPPED:
@@ -96,6 +145,8 @@ class StepCost:
             added_s = max(0.0, seconds - self.decode_s(num_decoding))
             self._prompt_tokens = _RECENT * self._prompt_tokens + num_prompt_tokens
             self._prompt_s = _RECENT * self._prompt_s + added_s
+            if num_decoding:
+                self._observe_added(num_prompt_tokens, num_decoding, added_s)
             self.largest_prompt = max(num_prompt_tokens, _FADES * self.largest_prompt)
         else:
             self._observe_decode(num_decoding, seconds)
@@ -154,6 +205,15 @@ class StepCost:
                 break
         least = _LEAST if self._prompts.squares[0][0] else (_LEAST[0], 0.0, 0.0)
         self._fit = (max(best[0], least[0]), max(best[1], least[1]), max(best[2], least[2]))
+
+
+@dataclass(slots=True)
+class _Added:
+    """The mean of steps with prompts of a similar size."""
+
+    added_s: float  # by the prompts
+    num_prompt: float  # tokens
+    newest: int = 0  # the number of the newest of these steps
 
 
 class LongestSteps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import EngineConfig
@@ -116,6 +118,47 @@ def test_the_oldest_prompt_takes_the_chunk_and_decodes_go_on() -> None:
     assert batch.num_tokens == 512
     batch = run_step(scheduler)[0]
     assert ranges(batch) == [("a", 0, 5, 6), ("b", 0, 700, 701), ("c", 0, 322, 500)]
+
+
+def launched_s(num_prompt: int, num_decoding: int) -> float:
+    """Returns the seconds of a step of two H200s, in FP8 with 32 adapters: the host launches steps
+    with prompts as slowly whatever their prompts, and those beyond the graphs more slowly."""
+    if not num_prompt:
+        return 0.0023 + 16e-6 * num_decoding
+    tokens = num_prompt + num_decoding
+    launch_s = (0.015 if tokens <= max(SIZES) else 0.034) + 20e-6 * num_decoding
+    return max(launch_s, 0.004 + 9e-6 * tokens)
+
+
+def test_steps_that_the_host_launches_are_filled() -> None:
+    """The bound alone shrank prompts to 100 tokens a step, which are no quicker: two bursts took
+    6.4 s."""
+    again = [replace(one, at_s=one.at_s + 20) for one in burst(256)]
+    seen = run_engine([*burst(256), *again], 2.5, 8192, step_s=launched_s)
+    beside = [one for one in seen.steps if one[0] and one[1]]
+    full = [one for one in beside if one[0] + one[1] > 640]
+    assert len(full) > 0.9 * len(beside)
+    assert sum(seconds for _, _, seconds in beside) < 3.3
+    assert percentile(seen.gaps_s(), 95) < 1.1 * launched_s(512, 256)
+
+
+def test_a_size_that_turned_slow_is_tried_no_more() -> None:
+    """Steps beyond the graphs last twice as long: chunks stay below them."""
+    cost = StepCost()
+    for i in range(40):
+        cost.observe(0, (1, 256)[i % 2], launched_s(0, (1, 256)[i % 2]))
+        num_prompt = (128, 256, 640, 768, 1024)[i % 5]
+        cost.observe(num_prompt, 256, launched_s(num_prompt, 256))
+    assert 512 <= prompt_budget(CONFIG, cost, 256, 256, 500) <= 768
+
+
+def test_a_device_that_computes_longer_for_more_tokens_keeps_the_bound() -> None:
+    cost = measured()
+    for num_prompt in (128, 256, 384, 512, 640):
+        for _ in range(4):
+            cost.observe(num_prompt, 128, 1.3 * h200_step_s(num_prompt, 128))
+    count = prompt_budget(CONFIG, cost, 128, 129, 500)
+    assert 1.3 * h200_step_s(count, 128) < 2.6 * cost.decode_s(128)
 
 
 def gap_ratio(seen: Seen) -> float:

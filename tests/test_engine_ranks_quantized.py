@@ -253,7 +253,7 @@ def test_widths_that_a_rank_cannot_have_are_refused(
 
 
 def test_rows_that_become_two_count_for_every_rank(tmp_path: Path) -> None:
-    """Only one rank has the number that is far above the others of its row."""
+    """The number far above the others of its row is on one rank only."""
     base = make_base(tmp_path / "base", **_SIZES)
     folder = make_adapter(tmp_path / "one", base, 16, ("down_proj",))
     path = folder / "adapter_model.safetensors"

@@ -208,7 +208,11 @@ def _exchange_bridges(rank: int, size: int, store: Path, is_int8: bool) -> list[
     ranks = meet(store, rank, size, device, 1 << 20, 2 * hidden)
     for rows in (1, 9, 64):
         adapters = [16] * 32 if rows == 64 else [8, 40, 16, 64, 512]
-        runs = [(i % len(adapters) if i % 5 else None, 1) for i in range(1, rows + 1)]
+        runs: list[tuple[int | None, int]] = {
+            1: [(3, 1)],
+            9: [(0, 2), (None, 1), (1, 2), (3, 1), (4, 2), (2, 1)],
+            64: [(i if i % 5 else None, 2) for i in range(32)],
+        }[rows]
         case = make_case(
             adapters,
             runs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -73,19 +73,27 @@ class VirtualRunner:
     num_late_compilations = 0
     kv_copies = None
 
-    def __init__(self, clock: VirtualClock, seed: int, noise: float = _NOISE) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        seed: int,
+        noise: float = _NOISE,
+        step_s: Callable[[int, int], float] = h200_step_s,
+    ) -> None:
+        """`step_s`: the seconds of a step of so many prompt tokens and decoding sequences."""
         self.model_config = TimedModel()
         self.adapters = TimedPool(Times(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1, 1))
         self.steps: list[tuple[int, int, float]] = []
         self._clock = clock
         self._draw = random.Random(seed)
         self._noise = noise
+        self._step_s = step_s
         self._due_s = 0.0
 
     def launch(self, batch: ScheduledBatch) -> _Step:
         num_decoding = batch.num_decoding
         num_prompt = batch.num_tokens - num_decoding
-        seconds = h200_step_s(num_prompt, num_decoding)
+        seconds = self._step_s(num_prompt, num_decoding)
         seconds *= self._draw.lognormvariate(0.0, self._noise)
         self.steps.append((num_prompt, num_decoding, seconds))
         self._due_s = max(self._due_s, self._clock.now_s) + seconds
@@ -129,11 +137,16 @@ class Seen:
 
 
 def run_engine(
-    arrivals: Sequence[Arrival], slowdown: float, max_tokens: int, seed: int = 0
+    arrivals: Sequence[Arrival],
+    slowdown: float,
+    max_tokens: int,
+    seed: int = 0,
+    step_s: Callable[[int, int], float] = h200_step_s,
 ) -> Seen:
-    """Runs the arrivals, ordered by time, after some single requests that do not count."""
+    """Runs the arrivals, ordered by time, after some single requests that do not count. `step_s`:
+    of the device, as `VirtualRunner` has it."""
     clock = VirtualClock()
-    runner = VirtualRunner(clock, seed)
+    runner = VirtualRunner(clock, seed, step_s=step_s)
     config = EngineConfig(
         "",
         "base",

@@ -1,8 +1,9 @@
-"""The change that FP8 linears, and FP8 keys and values, make to the demo's base and adapters.
+"""The change that FP8 linears, FP8 keys and values, and int8 adapters make to the demo's base and
+its adapters.
 
 Every target answers held-out prompts of its task, greedily and in the base's type; then the base in
-its type and in FP8 read prompt and answer, and their logits are compared at each token of the
-answer: the mean KL divergence in nats, and the share of positions with the same first choice.
+its type and in fewer bits read prompt and answer, and their logits are compared at each token of
+the answer: the mean KL divergence in nats, and the share of positions with the same first choice.
 
     python -m tests.benchmarks.fp8_quality [--prompts 20] [--tokens 48] [--device cpu]
 """
@@ -81,13 +82,15 @@ async def answered(
     return found
 
 
-def make_pool(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AdapterPool:
+def make_pool(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_int8: bool = False
+) -> AdapterPool:
     """Returns a pool with all adapters of the demo, each acquired."""
     sites = lora_sites(config)
-    layout = PageLayout(sites, dtype)
+    layout = PageLayout(sites, dtype, is_int8=is_int8)
     adapters = [read_adapter(ADAPTERS_DIR / name, name, sites, MAX_RANK) for name in ADAPTER_NAMES]
     size = sum(map(layout.num_bytes, adapters))
-    pool = AdapterPool(sites, size, dtype, device, 2 * size)
+    pool = AdapterPool(sites, size, dtype, device, 2 * size, is_int8=is_int8)
     for adapter in adapters:
         pool.insert(pool.pack(adapter))
         while not pool.acquire(adapter.digest):
@@ -151,13 +154,20 @@ def main() -> None:
         weights = (
             load_weights(folder, config, dtype, device, is_fp8=is_fp8) for is_fp8 in (False, True)
         )
-        plain, fp8 = (Probe(Model(config, one, config.usual_len), pool) for one in weights)
+        models = [Model(config, one, config.usual_len) for one in weights]
+        plain, fp8 = (Probe(one, pool) for one in models)
+        int8 = Probe(models[0], make_pool(config, dtype, device, is_int8=True))
+        kinds: list[tuple[str, Probe, torch.dtype | None]] = [
+            ("linears in FP8", fp8, None),
+            ("KV in FP8", plain, E4M3),
+            ("adapter in int8", int8, None),
+        ]
         for name in targets:
-            for what, other, kv_dtype in (("linears", fp8, None), ("KV", plain, E4M3)):
+            for what, other, kv_dtype in kinds[: 2 if name is None else 3]:
                 figures = compare(plain, other, name, texts[name], kv_dtype)
-                report.emit(target=name or "base", in_fp8=what, **figures)
+                report.emit(target=name or "base", change=what, **figures)
                 rows.append((name or "base", what, *figures.values()))
-    print_table(("target", "in FP8", "positions", "mean KL", "p99 KL", "top-1"), rows)
+    print_table(("target", "change", "positions", "mean KL", "p99 KL", "top-1"), rows)
     worst = max(float(str(row[3])) for row in rows)
     report.emit(benchmark="fp8_quality", largest_mean_kl=worst, **{"pass": worst < LARGEST_KL})
 

@@ -18,12 +18,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.step_cost import StepCost
 from kernels.collective import Collective
 from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.rendezvous import meet
@@ -102,13 +104,34 @@ async def run_engines(args: argparse.Namespace, report: Report) -> list[tuple[ob
                 runs[size, case.name] = []
             for number in range(args.repeats):
                 for size, ours in sides.items():
-                    runs[size, case.name].append(await ours.run(case, salt=number))
+                    with observed_steps() as steps:
+                        runs[size, case.name].append(await ours.run(case, salt=number))
+                    if args.steps:
+                        report.emit(ranks=size, case=case.name, run=number, steps=steps)
             for size in sides:
                 line = figures(case, runs[size, case.name])
                 report.emit(ranks=size, shape=args.shape, case=case.name, clocks=clocks(), **line)
         for ours in sides.values():
             ours.close()
     return [_compared(sizes, case, runs, report) for case in cases]
+
+
+@contextmanager
+def observed_steps() -> Iterator[list[tuple[int, int, float]]]:
+    """Yields the list to which the cost models of this process add each step: prompt tokens,
+    decoding sequences, milliseconds."""
+    steps: list[tuple[int, int, float]] = []
+    observe = StepCost.observe
+
+    def observe_too(self: StepCost, num_prompt: int, num_decoding: int, seconds: float) -> None:
+        steps.append((num_prompt, num_decoding, round(1e3 * seconds, 3)))
+        observe(self, num_prompt, num_decoding, seconds)
+
+    StepCost.observe = observe_too  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        StepCost.observe = observe  # type: ignore[method-assign]
 
 
 def _compared(
@@ -269,6 +292,7 @@ def main() -> None:
     parser.add_argument("--lora-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
+    parser.add_argument("--steps", action="store_true", help="a line with the steps of each run")
     parser.add_argument("--exchange", action="store_true", help="the exchanges alone")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")

@@ -23,7 +23,6 @@ from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
 TIMEOUT_S = 60.0
 _C10D: Any = distributed  # torch's stubs lack what follows
 
-
 MAX_BRIDGE_ROWS = 64  # of steps whose kernels exchange bridges of adapters
 MAX_BRIDGE_PAGES = MAX_RANK_PAGES
 _BRIDGE_BYTES = 4 * MAX_BRIDGE_ROWS * MAX_BRIDGE_PAGES * PAGE_ROWS
@@ -60,7 +59,8 @@ class Collective(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' x [T, H], valid until the next sum; x may be overwritten.
-        Of two ranks it is rounded once."""
+        Of two ranks it is rounded once. Where `row_memory` returns memory for some x, a call with
+        no rows waits for the other ranks, too."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,8 @@ class Collective(Protocol):
 
     def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
         """Returns the memory for the rows of x [T, H], one of two; None: they are exchanged by
-        `all_reduce`."""
+        `all_reduce`. Between two exchanges of rows of one kind is one of the other, or another
+        call."""
         ...
 
     def broadcast_(self, x: torch.Tensor) -> None:

@@ -150,8 +150,11 @@ class SymmetricMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         num_bytes = x.numel() * x.itemsize
+        if not num_bytes:
+            self._wait_for_others()
+            return x
         is_shared = num_bytes <= self._max_bytes and x.dtype in _TYPES and num_bytes % 4 == 0
-        if not (is_shared and num_bytes):
+        if not is_shared:
             return self._nccl.all_reduce(x)
         part: torch.Tensor = self._buffer[:num_bytes].view(x.dtype).view(x.shape)
         part.copy_(x)
@@ -161,6 +164,13 @@ class SymmetricMemory:
             return out
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
         return part
+
+    def _wait_for_others(self) -> None:
+        """Takes the place of a sum of nothing, as at the end of a step without logits: the rows of
+        the next step, of the same kind as the last ones of this step, must not come before every
+        rank has read those."""
+        part = self._buffer[:16].view(torch.float32)
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, torch.empty_like(part))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._nccl.all_gather(x)

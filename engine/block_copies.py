@@ -207,7 +207,8 @@ class FollowerBlockCopier:
         while self._num_held < number:
             copy = self._copies.popleft()
             self._num_held += 1
-        self._own.hold_steps(copy)
+            if self._num_held == number:
+                self._own.hold_steps(copy)
 
 
 def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -93,28 +93,32 @@ class StepCost:
         return next((seconds for _, seconds in self._decode_steps if seconds), 0.0)
 
     def as_quick(self, num_tokens: int, num_decoding: int, added_s: float) -> int:
-        """Returns the tokens of the largest step known to last hardly longer than one of so many,
-        `num_decoding` of them decoding, or one tile more if that is unknown; `num_tokens`
-        themselves if there is none, if their step is unknown, or if prompts add no more than
-        `added_s` to it.
+        """Returns the tokens of the largest step, `num_decoding` of them decoding, to which prompts
+        are known to add no more than `added_s`, or hardly more than to one of `num_tokens`; or one
+        tile more if that is unknown. `num_tokens` themselves if such a step is unknown.
 
         What the host needs to launch a step with prompts does not depend on its size. Where that is
         longer than the device computes, smaller steps are no shorter."""
         known = self._recently_added(num_decoding)
-        own = known.get(num_tokens // TILE)
-        if own is None or own.added_s <= added_s:
+        tile = num_tokens // TILE
+        own = known.get(tile)
+        if own is None:
             return num_tokens
-        as_quick = [
-            tile
-            for tile, one in known.items()
+        fitting = [
+            other
+            for other, one in known.items()
             if one.num_prompt > own.num_prompt
-            and one.added_s / own.added_s - 1
-            < min(_ALIKE, (one.num_prompt / own.num_prompt - 1) / 2)
+            and (one.added_s <= added_s or self._is_as_quick(one, own))
         ]
-        if not as_quick:
+        if not fitting and own.added_s > added_s:
             return num_tokens
-        largest = max(as_quick)
+        largest = max(fitting, default=tile)
         return (largest if largest + 1 in known else largest + 1) * TILE
+
+    @staticmethod
+    def _is_as_quick(larger: _Added, smaller: _Added) -> bool:
+        longer = larger.added_s / smaller.added_s - 1.0
+        return longer < min(_ALIKE, (larger.num_prompt / smaller.num_prompt - 1.0) / 2)
 
     def _recently_added(self, num_decoding: int) -> dict[int, _Added]:
         """Returns the means of recent steps with prompts beside a similar number of decoding

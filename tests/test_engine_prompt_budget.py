@@ -142,6 +142,26 @@ def test_steps_that_the_host_launches_are_filled() -> None:
     assert percentile(seen.gaps_s(), 95) < 1.1 * launched_s(512, 256)
 
 
+@pytest.mark.parametrize("launch_s", [0.016, 0.025])
+def test_a_looser_bound_never_makes_steps_of_one_time_smaller(launch_s: float) -> None:
+    """Rounding down swallowed what a step had room for, while it took as long anyway."""
+    counts = []
+    for slowdown in (1.8, 2.0, 2.1, 2.4, 2.6, 3.0):
+        config = replace(CONFIG, max_decode_slowdown=slowdown)
+        cost = StepCost()
+        num_prompt = 128
+        for _ in range(200):
+            for _ in range(4):
+                cost.observe(0, 256, 0.0095)
+                cost.observe(0, 1, 0.003)
+            tokens = num_prompt + 256
+            slow_s = 0.0 if tokens <= max(SIZES) else 0.034
+            cost.observe(num_prompt, 256, max(launch_s, slow_s, 0.004 + 9e-6 * tokens))
+            num_prompt = prompt_budget(config, cost, 256, 256, 1000)
+        counts.append(num_prompt)
+    assert min(counts) >= 640, counts
+
+
 def test_a_size_that_turned_slow_is_tried_no_more() -> None:
     """Steps beyond the graphs last twice as long: chunks stay below them."""
     cost = StepCost()

@@ -61,7 +61,7 @@ class Cut:
     columns: tuple[int, int] | None = None  # None: all
 
 
-WHOLE = Cut()
+_WHOLE = Cut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Checkpoint:
         for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
             if name in leave_out:
                 continue
-            cut = WHOLE if cut_of is None else cut_of(name)
+            cut = _WHOLE if cut_of is None else cut_of(name)
             if name in self._plain:
                 yield from ((name, *part) for part in self._plain_parts(self._plain[name], cut))
             else:
@@ -142,7 +142,7 @@ class Checkpoint:
         entry = None if weight is None else weight.parts.get(name)
         return None if entry is None else self._read(entry)
 
-    def e4m3_rows(self, module: str, cut: Cut = WHOLE) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def e4m3_rows(self, module: str, cut: Cut = _WHOLE) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the stored weight of a module, e4m3 [out, in], and the scale of each row, float32
         [out], on the CPU; None if it is not stored so, be it plain or with a scale per block.
         `cut`: the part that is returned, and read."""
@@ -200,7 +200,7 @@ class Checkpoint:
             begin += len(part)
 
     def _dequantized(
-        self, weight: _Weight, device: torch.device, cut: Cut = WHOLE
+        self, weight: _Weight, device: torch.device, cut: Cut = _WHOLE
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         parts = self._prepared(weight, device)
         for place, rows, own in _row_slices(weight.shape, cut):

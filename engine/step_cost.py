@@ -31,6 +31,7 @@ _FADES = 0.98  # factor on a longest step at each new step of its size
 _NEW = 32  # steps
 _NEWEST = 0.1  # share of a new step in the mean of its size
 _RECENT = 0.9  # factor on what prompt tokens added, at each new step with prompt tokens
+_SIZES = 16  # of decoding sequences, in powers of two
 TILE = 128  # tokens: the sizes by which steps with prompts are remembered
 _REMEMBERED = 128  # steps with prompt tokens
 _ALIKE = 0.25  # of the time that prompts add: hardly more
@@ -50,11 +51,11 @@ class StepCost:
         self._prompt_tokens, self._prompt_s = 0.0, 0.0
         self.largest_prompt = 0.0
         # By the decoding sequences in powers of two, and the tiles of all tokens of a step.
-        self._added: list[dict[int, _Added]] = [{} for _ in range(16)]
+        self._added: list[dict[int, _Added]] = [{} for _ in range(_SIZES)]
         self._num_prompt_steps = 0
         # Means of recent steps without prompts, by their sequences in powers of two:
         # (sequences, seconds)
-        self._decode_steps = [(0.0, 0.0)] * 16
+        self._decode_steps = [(0.0, 0.0)] * _SIZES
 
     @property
     def fixed_s(self) -> float:
@@ -85,7 +86,7 @@ class StepCost:
         """Returns the seconds of a step that only decodes, from steps of a similar number of
         sequences. From steps of fewer, a sequence more costs a prompt token, since the fit does
         not reach from five sequences to hundreds."""
-        size = min(num_decoding.bit_length(), len(self._decode_steps) - 1)
+        size = _size(num_decoding)
         for smaller in range(size, -1, -1):
             num_seen, seconds = self._decode_steps[smaller]
             if seconds:
@@ -124,16 +125,15 @@ class StepCost:
         """Returns the means of recent steps with prompts beside a similar number of decoding
         sequences, by the tiles of all their tokens."""
         oldest = self._num_prompt_steps - _REMEMBERED
-        of_size = self._added[min(num_decoding.bit_length(), len(self._added) - 1)]
-        return {tile: one for tile, one in of_size.items() if one.newest > oldest}
+        of_size = self._added[_size(num_decoding)].items()
+        return {tile: one for tile, one in of_size if one.newest > oldest}
 
     def _observe_added(self, num_prompt: int, num_decoding: int, added_s: float) -> None:
         self._num_prompt_steps += 1
         tile, added_s = (num_prompt + num_decoding) // TILE, max(added_s, 1e-9)
         mean = self._recently_added(num_decoding).get(tile)
         if mean is None:
-            mean = _Added(added_s, num_prompt)
-            self._added[min(num_decoding.bit_length(), len(self._added) - 1)][tile] = mean
+            mean = self._added[_size(num_decoding)][tile] = _Added(added_s, num_prompt)
         mean.added_s += _NEWEST * (min(added_s, _FAR * mean.added_s) - mean.added_s)
         mean.num_prompt += _NEWEST * (num_prompt - mean.num_prompt)
         mean.newest = self._num_prompt_steps
@@ -171,7 +171,7 @@ class StepCost:
         self._solve()
 
     def _observe_decode(self, num_decoding: int, seconds: float) -> None:
-        size = min(num_decoding.bit_length(), len(self._decode_steps) - 1)
+        size = _size(num_decoding)
         mean, mean_s = self._decode_steps[size]
         share = _NEWEST if mean_s else 1.0
         if mean_s:  # an exception, such as a step that compiles, moves the mean little
@@ -264,6 +264,10 @@ class _Kind:
             for j in range(3):
                 row[j] = row[j] * _KEEP + xi * x[j]
             self.products[i] = self.products[i] * _KEEP + xi * seconds
+
+
+def _size(num_decoding: int) -> int:
+    return min(num_decoding.bit_length(), _SIZES - 1)
 
 
 def _dot(a: Vector, b: Vector | list[float]) -> float:

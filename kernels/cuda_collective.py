@@ -121,8 +121,8 @@ class SymmetricMemory:
         group._set_group_name(self._name)
         private._register_process_group(self._name, group)
         sums = max(16, -(-max_bytes // 16) * 16)
-        self._row_bytes = row_bytes
-        rows = RowMemory.num_bytes(self.size, -(-row_bytes // 16) * 16)
+        self._row_bytes = 0 if row_bytes % 16 else row_bytes  # 0: kernels exchange no rows
+        rows = RowMemory.num_bytes(self.size, self._row_bytes)
         total = (sums + 2 * rows,)
         self._buffer = shared.empty_strided_p2p(total, (1,), torch.uint8, nccl.device)
         self._handle = shared.rendezvous(self._buffer, self._name)
@@ -176,9 +176,9 @@ class SymmetricMemory:
         return self._nccl.all_gather(x)
 
     def row_memory(self, x: torch.Tensor, kind: int) -> RowMemory | None:
-        memory, row_bytes = self._row_memory[kind], x.shape[1] * x.itemsize
-        fits = row_bytes == self._row_bytes and not row_bytes % 16
-        return memory if fits and 0 < len(x) <= memory.max_rows else None
+        memory = self._row_memory[kind]
+        has_room = x.shape[1] * x.itemsize == self._row_bytes and 0 < len(x) <= memory.max_rows
+        return memory if has_room else None
 
     def broadcast_(self, x: torch.Tensor) -> None:
         self._nccl.broadcast_(x)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernels.collective import RowMemory
 from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
-from kernels.triton_rms_norm import norm_row, scale_row, shape_of
+from kernels.triton_rms_norm import add_and_norm, shape_of
 
 
 @triton.jit
@@ -96,12 +96,8 @@ def _exchange_norm_kernel(
     there = residual_ptr + row.to(tl.int64) * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
     x = receive_sum(columns, row, ranks_ptr, x.dtype, HIDDEN, BLOCK, PARTS_BYTES, SIZE, ROWS)
-    x = scale_row(x, SCALE)
-    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(there, x, mask=inside)
-    tl.store(
-        out_ptr + row.to(tl.int64) * HIDDEN + columns, norm_row(x, weight, HIDDEN, EPS), inside
-    )
+    normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
+    tl.store(out_ptr + row.to(tl.int64) * HIDDEN + columns, normed, mask=inside)
 
 
 _launch = Launcher(_exchange_norm_kernel, launch_pdl=OVERLAPS)

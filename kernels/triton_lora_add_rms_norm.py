@@ -25,7 +25,7 @@ from kernels.triton_lora_rows import (
     request_row,
 )
 from kernels.triton_lora_tiles import read_columns
-from kernels.triton_rms_norm import norm_row, scale_row, shape_of
+from kernels.triton_rms_norm import add_and_norm, shape_of
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -76,10 +76,7 @@ def _lora_add_rms_norm_kernel(
         pages_ptr, planes_ptr, token, num_planes, columns, b_columns, HIDDEN, PLANES, STRIDE,
         AFFINE, IS_EVEN,
     )  # fmt: skip
-    x = scale_row(x, SCALE)
-    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(there, x, mask=inside)
-    normed = norm_row(x, weight, HIDDEN, EPS)
+    normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
     tl.store(out_ptr + row * HIDDEN + columns, normed, mask=inside)
 
 

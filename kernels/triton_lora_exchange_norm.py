@@ -27,7 +27,7 @@ from kernels.triton_lora_rows import (
     request_row,
 )
 from kernels.triton_lora_tiles import PAGE, read_columns
-from kernels.triton_rms_norm import norm_row, scale_row, shape_of
+from kernels.triton_rms_norm import add_and_norm, shape_of
 
 _PAGES = tl.constexpr(MAX_BRIDGE_PAGES)
 _ROWS = tl.constexpr(MAX_BRIDGE_ROWS)
@@ -111,10 +111,7 @@ def _lora_exchange_norm_kernel(
         x, h, b, entry, affine, num_pages, first, _ROWS, _PAGES, heap_ptr, entries_ptr, pages_ptr,
         bridges, token, SIZE, columns, b_columns, HIDDEN, PARTS, STRIDE, 0, IS_EVEN,
     )  # fmt: skip
-    x = scale_row(x, SCALE)
-    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(there, x, mask=inside)
-    normed = norm_row(x, weight, HIDDEN, EPS)
+    normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
     tl.store(out_ptr + row * HIDDEN + columns, normed, mask=inside)
 
 

@@ -44,6 +44,17 @@ def norm_row(x, weight, HIDDEN: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
+def add_and_norm(
+    x, residual, there, weight, inside, HIDDEN: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr
+):
+    """Stores SCALE * x + residual, rounded, at `there` and returns it normed."""
+    x = scale_row(x, SCALE)
+    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(there, x, mask=inside)
+    return norm_row(x, weight, HIDDEN, EPS)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,  # becomes SCALE * x + residual
@@ -68,10 +79,9 @@ def _rms_norm_kernel(
     if ADDS:
         there = residual_ptr + row * STRIDE_RESIDUAL + columns
         residual = tl.load(there, mask=inside, other=0.0)
-        x = scale_row(x, SCALE)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(there, x, mask=inside)
-    normed = norm_row(x, weight, HIDDEN, EPS)
+        normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
+    else:
+        normed = norm_row(x, weight, HIDDEN, EPS)
     tl.store(out_ptr + row * STRIDE_OUT + columns, normed, mask=inside)
 
 

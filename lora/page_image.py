@@ -195,9 +195,8 @@ class PageLayout:
             table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
             copies.append(self._copy(views, place, adapter))
             if self.is_int8 and self.strips[place.entry].side == "a":
-                scales = adapter.modules[self.strips[place.entry].module].rank_scales
-                assert scales is not None
-                copies.append(_scales_copy(memory, place, scales))
+                weights = adapter.modules[self.strips[place.entry].module]
+                copies.append(_scales_copy(memory, place, weights))
         copy_rows(copies)
         return PackedAdapter(
             adapter.digest,
@@ -326,8 +325,9 @@ def in_blocks(entries: torch.Tensor, blocks: torch.Tensor, block_bytes: int) -> 
     return torch.where(entries != 0, moved | entries & (1 << ROW_BITS) - 1, 0)
 
 
-def _scales_copy(memory: torch.Tensor, place: _Place, scales: torch.Tensor) -> RowsCopy:
-    own = scales[PAGE_ROWS * place.page :][: place.rows]
+def _scales_copy(memory: torch.Tensor, place: _Place, weights: ModuleWeights) -> RowsCopy:
+    assert weights.rank_scales is not None
+    own = weights.rank_scales[PAGE_ROWS * place.page :][: place.rows]
     end = place.start + 4 * place.rows
     return RowsCopy(memory[place.start : end].view(torch.float32)[None], own[None])
 

@@ -187,15 +187,6 @@ class SchemeOfRanks(Scheme):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def _with_ranks(model: torch.nn.Module) -> torch.nn.Module:
-    for name, module in list(with_scheme(model).named_modules()):
-        path = name.removesuffix(".base_layer")
-        if isinstance(module, Scheme) and path.endswith(("o_proj", "down_proj")):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, SchemeOfRanks(module))  # type: ignore[arg-type]
-    return model
-
-
 @torch.inference_mode()
 def test_two_ranks_in_fp8_have_the_tokens_of_transformers_with_the_scheme(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", **_SIZES)
@@ -209,8 +200,9 @@ def test_two_ranks_in_fp8_have_the_tokens_of_transformers_with_the_scheme(tmp_pa
         runner.load_adapter("one", adapter)
         acquire(runner, "one")
         replies = run_all(make_engine(runner), requests)
-    plain = _with_ranks(load_hf(base))
-    adapted = _with_ranks(PeftModel.from_pretrained(load_hf(base), adapter).eval())
+    plain = with_scheme(load_hf(base), SchemeOfRanks)
+    peft = PeftModel.from_pretrained(load_hf(base), adapter).eval()
+    adapted = with_scheme(peft, SchemeOfRanks)
     for model, owner in ((plain, None), (adapted, "one")):
         wanted = hf_greedy(model, prompts[owner], PARAMS.max_tokens)
         assert list(replies[str(owner)].tokens) == wanted

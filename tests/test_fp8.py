@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,14 +158,17 @@ class Scheme(torch.nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def with_scheme(model: torch.nn.Module) -> torch.nn.Module:
-    """Puts the scheme in place of each linear of the layers, below adapters."""
+def with_scheme(
+    model: torch.nn.Module, by_inputs: Callable[[torch.nn.Linear], Scheme] = Scheme
+) -> torch.nn.Module:
+    """Puts the scheme in place of each linear of the layers, below adapters. `by_inputs`: that of
+    the linears that ranks cut by inputs."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer").endswith(
-            "_proj"
-        ):
+        path = name.removesuffix(".base_layer")
+        if isinstance(module, torch.nn.Linear) and path.endswith("_proj"):
+            is_cut = path.endswith(("o_proj", "down_proj"))
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Scheme(module))
+            setattr(model.get_submodule(parent), own, (by_inputs if is_cut else Scheme)(module))
     return model
 
 

@@ -18,11 +18,11 @@ from engine.model import Model
 from kernels.exchange_environment import set_environment
 
 T = TypeVar("T")
-_MAX_ROWS = 64
+_MAX_ROWS = 256
 # What a follower's process runs: `engine.parallel.group._MAIN` with a record in a file.
 RECORDING_MAIN = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.rank_processes import record_residuals; record_residuals({path!r}); "
+    "from tests.rank_processes import record_residuals; record_residuals({path!r}, {at_a_time}); "
     "from engine.parallel.follower import main; main(int(sys.argv[2]))"
 )
 
@@ -73,15 +73,23 @@ def _run(
 
 def checksum(x: torch.Tensor) -> int:
     """Returns a number of the bits of x, which depends on their places."""
+    return int(_checksum(x))
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """Returns `checksum` on the device of x, without waiting for it."""
     bits = x.contiguous().view(torch.uint8).to(torch.int64).flatten()
     places = torch.arange(1, len(bits) + 1, device=x.device) % 65521
-    return int((bits * places).sum())
+    return (bits * places).sum()
 
 
-def record_residuals(path: str) -> None:
+def record_residuals(path: str, at_a_time: int = 1) -> None:
     """Lets this process append, for each step of a device, the number and the checksum of the rows
-    whose logits are computed, as the head reads them: also where graphs replay the step."""
+    whose logits are computed, as the head reads them: also where graphs replay the step. Lines are
+    written, and the device waited for, after so many steps at a time."""
     kept: dict[torch.device, torch.Tensor] = {}
+    counts: list[int] = []
+    sums: list[torch.Tensor] = []
     logits, run = Model.logits, DeviceSteps._run
 
     def keeping_logits(self: Model, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -101,8 +109,14 @@ def record_residuals(path: str) -> None:
         result = run(self, layout, number)
         if self._drawn.device in kept:
             count = min(layout.num_samples, _MAX_ROWS)
+            counts.append(count)
+            sums.append(_checksum(kept[self._drawn.device][:count]))
+        if len(sums) >= at_a_time:
             with Path(path).open("a") as file:
-                file.write(f"{count} {checksum(kept[self._drawn.device][:count])}\n")
+                for count, total in zip(counts, torch.stack(sums).tolist(), strict=True):
+                    file.write(f"{count} {total}\n")
+            counts.clear()
+            sums.clear()
         return result
 
     Model.logits = keeping_logits  # type: ignore[method-assign, assignment]

@@ -329,7 +329,9 @@ def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, other = tmp_path / "rank-0", tmp_path / "rank-1"
-    monkeypatch.setattr("engine.parallel.group._MAIN", RECORDING_MAIN.format(path=str(other)))
+    monkeypatch.setattr(
+        "engine.parallel.group._MAIN", RECORDING_MAIN.format(path=str(other), at_a_time=1)
+    )
     for owner, name in ((Model, "logits"), (DeviceSteps, "_run")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     record_residuals(str(own))

@@ -3,11 +3,13 @@ load: streams, whole answers, several choices, stop strings, seeds, penalties, l
 schemas, expressions, given choices and demanded tool calls, five adapters and their base.
 
     python -m tests.benchmarks.chaos --out FILE [--kills 10] [--minutes 5]
-        [--target engine | ingress | controller | manager | database | sigstop | node | silent_node]
-        [--base demo | tiny] [--replicas 3] [--keys] [--free]
+        [--target engine | ingress | controller | manager | database | sigstop | rank |
+        node | silent_node] [--base demo | tiny] [--replicas 3] [--ranks 2] [--device cuda]
+        [--keys] [--free]
 
 Every answer is compared, token by token, with the one that the same request had before the first
-kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `ingress`:
+kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `rank`: the
+same, of engines of several ranks; a follower and a first rank are killed in turns. `ingress`:
 answers that the killed one was writing are cut or fail, and say so. `controller`, `manager`:
 nothing but `ok`. `database`: the manager and, at once, all processes of its PostgreSQL, which comes
 back after 5 s; nothing but `ok`, with `--keys`.
@@ -84,12 +86,13 @@ def prepare_tiny(home: Path) -> list[str]:
 def arguments(args: argparse.Namespace, database: Postgres | None) -> dict[str, object]:
     """The application's."""
     engine = {
-        "device": "cpu",
+        "device": args.device,
         "dtype": "float32",
         "num_threads": 1,
         "max_model_len": 512,
         "kv_cache_bytes": "64MiB",
         "adapter_pool_bytes": "64MiB",
+        "tensor_parallel_size": args.ranks,
     }
     model = {
         "name": BASE_NAME if args.base == "demo" else TINY,
@@ -168,6 +171,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="0.5 for each kill, or 1.5 of a node")
     parser.add_argument("--base", choices=("demo", "tiny"), default="demo")
     parser.add_argument("--replicas", type=int, default=3, help="engines")
+    parser.add_argument("--ranks", type=int, default=1, help="of an engine; the demo's divide by 3")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ingresses", type=int, help="1, or 2 where ingresses are killed")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=48, help="the longest answer")
@@ -177,6 +182,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.target == "database" and not (args.keys and binaries()):
         parser.error("--target database: needs --keys and Debian's package postgresql")
+    if (args.target == "rank") != (args.ranks > 1):
+        parser.error("--target rank and --ranks belong together")
     is_node = args.target in NODES
     if args.kills is None:
         args.kills = 1 if is_node else 10
@@ -232,6 +239,8 @@ def main() -> None:
             "target": args.target,
             "kills": args.kills,
             "replicas": args.replicas,
+            "ranks": args.ranks,
+            "device": args.device,
             "ingresses": args.ingresses,
             "replaced_s": [round(one, 2) for one in faults.replaced_s],
             "replaced_p50_s": round(percentile(faults.replaced_s, 50), 2),

@@ -24,6 +24,7 @@ from tests.serve_rig import processes
 
 ENGINE, INGRESS, CONTROLLER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "ServeController"
 MANAGER = "ray::ServeReplica:api:manager"
+FOLLOWER = "engine.parallel.follower"
 PROCESSES = {
     "engine": ENGINE,
     "ingress": INGRESS,
@@ -31,6 +32,7 @@ PROCESSES = {
     "manager": MANAGER,
     "database": MANAGER,  # with PostgreSQL, at once
     "sigstop": ENGINE,
+    "rank": FOLLOWER,  # and, in turns, the first rank
 }
 STOPPED_S = 60.0
 DATABASE_AWAY_S = 5.0
@@ -104,10 +106,14 @@ class ProcessFaults(Faults):
         super().__init__(url, args, report)
         self._process_id = process_id
         self._database = database
+        self._num_strikes = 0
 
     def _strike(self) -> dict[str, object]:
-        target = self._args.target
-        victims = processes(PROCESSES[target], self._process_id)
+        target, name = self._args.target, PROCESSES[self._args.target]
+        if target == "rank" and self._num_strikes % 2:
+            name = ENGINE
+        self._num_strikes += 1
+        victims = processes(name, self._process_id)
         victim = self._draw.choice(victims)
         if self._database is not None:
             self._database.kill()
@@ -117,8 +123,8 @@ class ProcessFaults(Faults):
         if self._database is not None:
             time.sleep(DATABASE_AWAY_S)
             self._database.start()
-        wait(lambda: self._is_replaced(victim, len(victims)))
-        return {}
+        wait(lambda: self._is_replaced(name, victim, len(victims)))
+        return {"process": name}
 
     def _wait_while_stopped(self, victim: int) -> None:
         """Serve's health check may end it before."""
@@ -128,12 +134,12 @@ class ProcessFaults(Faults):
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGCONT)
 
-    def _is_replaced(self, victim: int, count: int) -> bool:
-        now = processes(PROCESSES[self._args.target], self._process_id)
+    def _is_replaced(self, name: str, victim: int, count: int) -> bool:
+        now = processes(name, self._process_id)
         if len(now) < count or (victim in now and self._args.target != "sigstop"):
             return False
-        if PROCESSES[self._args.target] == ENGINE:
-            return num_engines(self._url) >= count
+        if name in (ENGINE, FOLLOWER):
+            return num_engines(self._url) >= self._args.replicas
         return is_ready(self._url)
 
 

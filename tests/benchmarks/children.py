@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,11 +17,37 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled at the first request
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Its way of sums that needs multicast in NVLink's switches; it has others.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
 
 
 def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"tests.benchmarks.{name}", *arguments]
+
+
+def relay_vllm(
+    command: Sequence[str], report: Report, site_packages: str, work: Path, timeout_s: float
+) -> list[dict[str, object]]:
+    """`relay` of a program that imports vLLM. `work`: where its folder is made."""
+    return relay(
+        command,
+        report,
+        timeout_s=timeout_s,
+        environment=VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": site_packages},
+        folder=folder_of_tests(work / "beside-vllm"),
+    )
+
+
+def folder_of_tests(folder: Path) -> Path:
+    """Makes a folder from which `tests` can be imported and none of our packages: a library that
+    theirs uses looks for a package called `kernels` and would find ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "tests"
+    if not link.is_symlink():
+        link.symlink_to(Path(__file__).parents[1])
+    return folder
 
 
 def relay(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from tests.benchmarks.cases import (
     select,
     tiny,
 )
-from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
+from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.our_engine import (
     OurEngine,
     PoolCost,
@@ -48,7 +47,6 @@ KINDS: tuple[EngineKind, ...] = ("off", "on", "small")
 WARM_UP_TOKENS = 8
 # Of the pool for `--set shape`, where a base of 24B leaves less room on 80 GB: its 32 adapters.
 SHAPE_PAGES = 40
-_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) -> None:
@@ -68,24 +66,7 @@ def run_vllm(args: argparse.Namespace, cases: Sequence[Case], report: Report) ->
         command += ["--repeats", str(args.repeats), "--work", str(args.work)]
         command += ["--seconds-per-case", str(args.seconds_per_case)]
         command += ["--memory", str(args.memory)]
-        environment = VLLM_ENVIRONMENT | _IN_PROCESS | os.environ | {"PYTHONPATH": args.vllm}
-        relay(
-            command,
-            report,
-            timeout_s=args.vllm_timeout,
-            environment=environment,
-            folder=folder_of_tests(args.work / "beside-vllm"),
-        )
-
-
-def folder_of_tests(folder: Path) -> Path:
-    """Makes a folder from which `tests` can be imported and none of our packages: a library that
-    theirs uses looks for a package called `kernels` and would find ours."""
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "tests"
-    if not link.is_symlink():
-        link.symlink_to(Path(__file__).parents[1])
-    return folder
+        relay_vllm(command, report, args.vllm, args.work, args.vllm_timeout)
 
 
 async def run_ours(

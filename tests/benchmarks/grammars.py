@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -25,8 +24,7 @@ from pathlib import Path
 
 from engine.types import Grammar, Request, SamplingParams
 from tests.benchmarks.cases import Case
-from tests.benchmarks.children import module, relay
-from tests.benchmarks.engine import VLLM_ENVIRONMENT, folder_of_tests
+from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.grammar_tokenizer import GRAMMARS, write_tokenizer
 from tests.benchmarks.our_engine import OurEngine, Settings, finish
 from tests.benchmarks.report import Report, percentile, print_table, spread
@@ -204,13 +202,7 @@ def run_vllm(args: argparse.Namespace, report: Report) -> dict[float, dict[str, 
     command += ["--grammar", args.grammar]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    lines = relay(
-        command,
-        report,
-        timeout_s=args.vllm_timeout,
-        environment=VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": args.vllm},
-        folder=folder_of_tests(args.work / "beside-vllm"),
-    )
+    lines = relay_vllm(command, report, args.vllm, args.work, args.vllm_timeout)
     return {line["share"]: line for line in lines if isinstance(line.get("share"), float)}  # type: ignore[misc]
 
 

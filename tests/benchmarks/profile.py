@@ -1,8 +1,8 @@
 """The parts of the time of a decode step and of a prefill: a table, JSON lines, and a picture.
 
 The real engine runs its loop (CUDA graphs, scheduling ahead) while torch's profiler watches the
-device. Classes: matrix products, attention, LoRA, norms and activations, sampling, copies, and the
-gaps in which the device does nothing.
+device; of several ranks, the first one's. Classes: matrix products, attention, LoRA, norms and
+activations, sampling, copies, and the gaps in which the device does nothing.
 
     python -m tests.benchmarks.profile --out FILE --picture FILE.png [--shape llama-3-8b]
 """
@@ -43,6 +43,7 @@ WATCHED_STEPS = 30
 DECODE_TOKENS = 2000  # more than are drawn while the profiler starts and stops
 PREFILLS = 6
 TOP_KERNELS = 14
+HOST_BYTES = 8 * 1024**3  # of adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ async def main_async(args: argparse.Namespace, report: Report) -> None:
         args.work / args.shape,
         max_num_batched_tokens=args.batched_tokens,
         memory_fraction=args.memory,
+        others={"tensor_parallel_size": args.ranks, "adapter_host_bytes": HOST_BYTES},
     )
     ours = OurEngine(settings, "on")
     results: list[tuple[str, Breakdown]] = []
@@ -178,7 +180,8 @@ async def main_async(args: argparse.Namespace, report: Report) -> None:
     rows = [(name, r.step_us, *(r.by_class_us[kind] for kind in CLASSES)) for name, r in results]
     print_table(("us a step", "all", *CLASSES), rows)
     if args.picture and results:
-        draw(args.picture, f"{args.shape}, one GPU, bf16", results)
+        gpus = "one GPU" if args.ranks == 1 else f"the first of {args.ranks} GPUs"
+        draw(args.picture, f"{args.shape}, {gpus}, bf16", results)
 
 
 def main() -> None:
@@ -186,13 +189,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file that gets every line, too")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the base")
     parser.add_argument("--scenes", default="", help="beginnings of their names, by semicolon")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
     args = parser.parse_args()
     report = Report(args.out)
-    report.emit_machine("profile", shape=args.shape, arguments=sys.argv[1:])
+    report.emit_machine("profile", shape=args.shape, ranks=args.ranks, arguments=sys.argv[1:])
     warm_up_profiler()
     asyncio.run(main_async(args, report))
 

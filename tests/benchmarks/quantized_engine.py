@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -24,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.cases import Case, cases_as_json
-from tests.benchmarks.children import VLLM_ENVIRONMENT, module, relay
-from tests.benchmarks.engine import folder_of_tests
+from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, to_base
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES, in_gptq
@@ -123,14 +121,7 @@ def run_vllm(args: argparse.Namespace, report: Report) -> None:
     command = module("vllm_engine", "--shape", args.shape, "--lora", "1", "--quantization", method)
     command += ["--cases", cases_as_json(cases), "--repeats", str(args.repeats)]
     command += ["--work", str(args.work)]
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    relay(
-        command,
-        report,
-        timeout_s=args.vllm_timeout,
-        environment=VLLM_ENVIRONMENT | own | os.environ | {"PYTHONPATH": args.vllm},
-        folder=folder_of_tests(args.work / "beside-vllm"),
-    )
+    relay_vllm(command, report, args.vllm, args.work, args.vllm_timeout)
 
 
 def main() -> None:

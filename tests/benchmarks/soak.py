@@ -6,9 +6,10 @@ sampling setting, over KV blocks that are too few at times. A fifth is constrain
 each answer judged by an expression of the same texts. The capacity is measured first, with the same
 requests in a closed loop. At the end there must be no error, nothing running, waiting or
 referenced, no block held, the device's memory as in the first minute, and the same tokens for the
-same requests as before the load, greedy and with a seed.
+same requests as before the load, greedy and with a seed. Of several ranks on CUDA devices all must
+have had the same bits in the last residuals of every step.
 
-    python -m tests.benchmarks.soak --out FILE [--seconds 600] [--shape llama-3-8b]
+    python -m tests.benchmarks.soak --out FILE [--seconds 600] [--shape llama-3-8b] [--ranks 2]
     python -m tests.benchmarks.soak --device cpu --seconds 60
 """
 
@@ -26,6 +27,7 @@ import torch
 
 from engine.host_memory import resident_bytes
 from engine.model_config import read_model_config
+from engine.parallel import group
 from tests.benchmarks.cases import PAGE_RANK, AdapterSpec
 from tests.benchmarks.grammar_tokenizer import write_tokenizer
 from tests.benchmarks.memory_adapters import pool_bytes, tensor_bytes
@@ -35,12 +37,14 @@ from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.soak_clients import Clients, Mix, odd_adapters
 from tests.benchmarks.soak_grammars import AnswerTexts
 from tests.benchmarks.soak_judge import Evidence, MemorySample, broken_promises, window_of
+from tests.rank_processes import RECORDING_MAIN, record_residuals
 
 MAX_RANK = 64
 LOAD = 0.8  # of the capacity
 _SAMPLE_S = 0.5
 _IDLE_S = 30.0  # for aborts and copies in flight, when the last request has ended
 _REPORT_S = 60.0
+_AT_A_TIME = 200  # steps whose checksums are written at once
 
 
 class Soak:
@@ -48,6 +52,9 @@ class Soak:
         self._args, self._report = args, report
         write_tokenizer(args.work / args.shape, SHAPES[args.shape])  # grammars need one
         self._specs = odd_adapters(args.adapters, MAX_RANK, args.seed)
+        self._records: list[Path] = []
+        if args.ranks > 1 and args.device == "cuda":
+            self._records = record_both(args.work)
         self._ours = OurEngine(_settings(args, self._specs), "on")
 
     async def run(self) -> bool:
@@ -89,6 +96,14 @@ class Soak:
         )
         broken = broken_promises(evidence)
         load = evidence.load
+        fields: dict[str, object] = {"ranks": args.ranks}
+        if self._records:
+            first, other = (path.read_text().splitlines() for path in self._records)
+            pairs = list(zip(first, other, strict=False))  # a rank may be some steps behind
+            different = sum(a != b for a, b in pairs)
+            fields |= {"compared_residuals": len(pairs), "different_residuals": different}
+            if different or not pairs:
+                broken.append(f"residuals of {different} of {len(pairs)} steps differ")
         self._report.emit(
             benchmark="soak",
             seconds=args.seconds,
@@ -101,6 +116,7 @@ class Soak:
             adapters_on_device=percentile(on_device, 50) if on_device else None,
             ttft_ms={f"p{p}": round(1000 * percentile(clients.first_s, p), 1) for p in (50, 99)},
             memory=evidence.memory_fields(),
+            **fields,
             broken=broken,
             **{"pass": not broken},
         )
@@ -168,6 +184,7 @@ def _settings(args: argparse.Namespace, specs: Sequence[AdapterSpec]) -> Setting
         num_blocks=max(args.seqs * longest // 32, 4 * longest // 16),
         others={
             "max_model_len": 4 * longest,
+            "tensor_parallel_size": args.ranks,
             "max_lora_rank": MAX_RANK,
             # A second thread gains nothing on a base that a CPU can run, and waits for busy cores.
             "num_threads": 1,
@@ -175,6 +192,18 @@ def _settings(args: argparse.Namespace, specs: Sequence[AdapterSpec]) -> Setting
             "adapter_pool_bytes": max(tenth, pool_bytes(model, MAX_RANK // PAGE_RANK, itemsize)),
         },
     )
+
+
+def record_both(folder: Path) -> list[Path]:
+    """Lets this process, and the other rank of an engine that it opens from now on, record the
+    checksums of their residuals. Returns the paths of both files, which do not exist yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"residuals-{rank}" for rank in range(2)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    group._MAIN = RECORDING_MAIN.format(path=str(paths[1]), at_a_time=_AT_A_TIME)
+    record_residuals(str(paths[0]), _AT_A_TIME)
+    return paths
 
 
 def _memory(device: str) -> tuple[int, int]:
@@ -193,6 +222,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=float, help="seconds; as a sixth of them, 20 at most")
     parser.add_argument("--shape", choices=SHAPES, help="llama-3-8b; tiny on a CPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     parser.add_argument("--adapters", type=int, default=150)
     parser.add_argument("--seqs", type=int, help="sequences in a step: 128; 16 on a CPU")
     parser.add_argument("--batched-tokens", type=int, default=2048)

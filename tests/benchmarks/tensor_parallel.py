@@ -1,13 +1,15 @@
-"""Offline throughput of our engine over several ranks, beside the same engine of one.
+"""Offline throughput of our engine over several ranks, beside the same engine of one, and vLLM's.
 
 The engines are open at once and run each case in turns, so that a clock that moves moves all; with
-`--apart` one after another, for bases of which two do not fit. The workload is that of `engine`:
+`--apart` one after another, for bases of which two do not fit. vLLM, where its packages are, runs
+first over the most ranks, in a process of its own. The workload is that of `engine`:
 prompts of 256 random tokens, 128 tokens out, greedy, all requests at once, with each number of
 distinct adapters of rank 16. `--exchange` measures the exchanges alone, by size and way, in CUDA
 graphs of several; and those of rows with the norm that follows, in one kernel and in two.
 
     python -m tests.benchmarks.tensor_parallel --out FILE [--ranks 1,2] [--requests 1,32,256]
-        [--distinct 0,32] [--shape NAME] [--quantization fp8] [--exchange]
+        [--distinct 0,32] [--shape NAME] [--quantization fp8] [--vllm SITE_PACKAGES]
+    python -m tests.benchmarks.tensor_parallel --exchange --out FILE
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ from kernels.collective import Collective
 from kernels.exchange_norm import all_reduce_add_rms_norm
 from kernels.rendezvous import meet
 from kernels.rms_norm import add_rms_norm
-from tests.benchmarks.cases import Case
+from tests.benchmarks.cases import Case, cases_as_json
+from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
@@ -90,8 +94,29 @@ def open_side(args: argparse.Namespace, size: int, report: Report) -> OurEngine:
     return ours
 
 
-async def run_engines(args: argparse.Namespace, report: Report) -> list[tuple[object, ...]]:
-    """Returns the rows of the table."""
+def run_vllm(args: argparse.Namespace, report: Report) -> dict[str, float]:
+    """Returns the output tokens/s of vLLM over the most ranks, by case. Its LoRA is switched on if
+    a case has adapters, which changes nothing for those without."""
+    cases = cases_of(args)
+    ranks = max(int(one) for one in args.ranks.split(","))
+    has_lora = any(case.distinct for case in cases)
+    command = module("vllm_engine", "--shape", args.shape, "--ranks", str(ranks))
+    command += ["--lora", str(int(has_lora)), "--cases", cases_as_json(cases)]
+    command += ["--repeats", str(args.repeats), "--work", str(args.work), "--memory", "0.85"]
+    if args.quantization != "none":
+        command += ["--quantization", args.quantization]
+    lines = relay_vllm(command, report, args.vllm, args.work, args.vllm_timeout)
+    return {
+        str(line["case"]): float(str(line["output_tokens_per_s"]))
+        for line in lines
+        if "case" in line
+    }
+
+
+async def run_engines(
+    args: argparse.Namespace, theirs: dict[str, float], report: Report
+) -> list[tuple[object, ...]]:
+    """Returns the rows of the table. `theirs`: output tokens/s of vLLM by case."""
     sizes = [int(one) for one in args.ranks.split(",")]
     cases = cases_of(args)
     runs: dict[tuple[int, str], list[Run]] = {}
@@ -113,7 +138,7 @@ async def run_engines(args: argparse.Namespace, report: Report) -> list[tuple[ob
                 report.emit(ranks=size, shape=args.shape, case=case.name, clocks=clocks(), **line)
         for ours in sides.values():
             ours.close()
-    return [_compared(sizes, case, runs, report) for case in cases]
+    return [_compared(sizes, case, runs, theirs.get(case.name), report) for case in cases]
 
 
 @contextmanager
@@ -135,7 +160,11 @@ def observed_steps() -> Iterator[list[tuple[int, int, float]]]:
 
 
 def _compared(
-    sizes: Sequence[int], case: Case, runs: dict[tuple[int, str], list[Run]], report: Report
+    sizes: Sequence[int],
+    case: Case,
+    runs: dict[tuple[int, str], list[Run]],
+    their_rate: float | None,
+    report: Report,
 ) -> tuple[object, ...]:
     first, rates, ratios = runs[sizes[0], case.name], [], []
     for size in sizes:
@@ -144,8 +173,21 @@ def _compared(
         pairs = zip(first, own, strict=True)
         ratios.append(statistics.median(one.seconds / other.seconds for one, other in pairs))
     named = {f"{size}_ranks": round(ratio, 3) for size, ratio in zip(sizes, ratios, strict=True)}
-    report.emit(case=case.name, faster_than=f"{sizes[0]}_ranks", **named)
-    return (case.name, *rates, *ratios[1:])
+    most = sizes.index(max(sizes))
+    to_vllm = None if their_rate is None else round(rates[most] / their_rate, 3)
+    base = runs.get((sizes[most], replace(case, distinct=0).name))
+    to_base = None
+    if case.distinct and base is not None:
+        rounds = zip(base, runs[sizes[most], case.name], strict=True)
+        to_base = round(statistics.median(one.seconds / own.seconds for one, own in rounds), 3)
+    report.emit(
+        case=case.name,
+        faster_than=f"{sizes[0]}_ranks",
+        **named,
+        to_own_base=to_base,
+        to_vllm=to_vllm,
+    )
+    return (case.name, *rates, *ratios[1:], their_rate or "", to_vllm or "")
 
 
 def clocks() -> list[str]:
@@ -291,6 +333,8 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     parser.add_argument("--lora-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")
+    parser.add_argument("--vllm-timeout", type=float, default=400.0, help="seconds")
     parser.add_argument("--apart", action="store_true", help="one engine after the other")
     parser.add_argument("--steps", action="store_true", help="a line with the steps of each run")
     parser.add_argument("--exchange", action="store_true", help="the exchanges alone")
@@ -303,10 +347,14 @@ def main() -> None:
     if args.exchange:
         run_exchanges(args, report)
         return
-    rows = asyncio.run(run_engines(args, report))
+    theirs = run_vllm(args, report) if args.vllm else {}
+    rows = asyncio.run(run_engines(args, theirs, report))
     sizes = args.ranks.split(",")
     rates = (f"{size} ranks tok/s" for size in sizes)
-    print_table(("case", *rates, *(f"{size}/{sizes[0]}" for size in sizes[1:])), rows)
+    print_table(
+        ("case", *rates, *(f"{size}/{sizes[0]}" for size in sizes[1:]), "vLLM tok/s", "to vLLM"),
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ captured for the batch sizes of the workload only, which shortens the start and 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -44,6 +48,7 @@ def open_vllm(shape: ModelShape, args: argparse.Namespace) -> LLM:
         max_num_seqs=256,
         gpu_memory_utilization=args.memory,
         quantization=args.quantization,
+        tensor_parallel_size=args.ranks,
         enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
         **lora,
@@ -110,6 +115,7 @@ def measure(
             side="vllm",
             shape=shape.name,
             case=case.name,
+            ranks=args.ranks,
             lora_enabled=bool(args.lora),
             seconds=round(median_s, 4),
             runs_s=[round(seconds, 4) for seconds in runs[case.name]],
@@ -123,6 +129,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--cases", required=True, help="as JSON (cases.cases_as_json)")
     parser.add_argument("--lora", type=int, choices=[0, 1], required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the base")
     parser.add_argument("--quantization", help="of the base: fp8, or gptq")
     parser.add_argument("--max-loras", type=int, default=32)
     parser.add_argument("--max-rank", type=int, default=16)
@@ -139,6 +146,7 @@ def main() -> None:
     emit(
         side="vllm",
         shape=shape.name,
+        ranks=args.ranks,
         lora=args.lora,
         max_loras=args.max_loras,
         max_rank=args.max_rank,

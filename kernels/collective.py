@@ -26,14 +26,16 @@ _C10D: Any = distributed  # torch's stubs lack what follows
 MAX_BRIDGE_ROWS = 64  # of steps whose kernels exchange bridges of adapters
 MAX_BRIDGE_PAGES = MAX_RANK_PAGES
 _BRIDGE_BYTES = 4 * MAX_BRIDGE_ROWS * MAX_BRIDGE_PAGES * PAGE_ROWS
+# The bits of a number that no rank has sent yet, as an integer: all are set, in every type.
+MISSING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
     """Memory of all ranks through which kernels exchange rows by themselves. Each rank's begins
-    with [size, max_rows, H], the parts of all ranks; then come signals, [size, max_rows] int32,
-    zero between two exchanges, and bridges, [size, MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, PAGE_ROWS]
-    float32. The addresses are multiples of 16 bytes."""
+    with [size, max_rows, H], the parts of all ranks; then come bridges, [size, MAX_BRIDGE_PAGES,
+    MAX_BRIDGE_ROWS, PAGE_ROWS] float32. Between two exchanges every number is `MISSING`. The
+    addresses are multiples of 16 bytes."""
 
     ranks: torch.Tensor  # [size + 1] int64 on the device: addresses, then this rank's number
     max_rows: int
@@ -41,16 +43,17 @@ class RowMemory:
     @classmethod
     def num_bytes(cls, size: int, row_bytes: int) -> int:
         """Returns the bytes of each rank."""
-        return size * (max_shared_rows(size) * (row_bytes + 4) + _BRIDGE_BYTES)
+        return size * (max_shared_rows(size) * row_bytes + _BRIDGE_BYTES)
 
-    def layout(self, row_bytes: int) -> tuple[int, int, int]:
-        """Returns the bytes of all parts, behind which signals begin, the ranks, and `max_rows`."""
-        size = len(self.ranks) - 1
-        return size * self.max_rows * row_bytes, size, self.max_rows
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of ranks, and `max_rows`."""
+        return len(self.ranks) - 1, self.max_rows
 
     def bridge_start(self, row_bytes: int) -> int:
-        parts, size, rows = self.layout(row_bytes)
-        return parts + 4 * size * rows
+        """Returns the bytes of all parts, behind which the bridges begin."""
+        size, rows = self.sizes
+        return size * rows * row_bytes
 
 
 class Collective(Protocol):
@@ -85,7 +88,7 @@ class Collective(Protocol):
 def max_shared_rows(size: int) -> int:
     """Returns the most rows that a kernel of so many ranks exchanges: all of its programs are on
     the device at once, and each sends its row to every rank."""
-    return 512 // size // 4 * 4  # the words of their signals are multiples of 16 bytes
+    return 512 // size
 
 
 class Solo:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from kernels.collective import Collective, RowMemory, max_shared_rows
+from kernels.collective import MISSING, Collective, RowMemory, max_shared_rows
 from kernels.exchange_environment import set_environment
 
 logger = logging.getLogger(__name__)
@@ -127,12 +127,10 @@ class SymmetricMemory:
         self._buffer = shared.empty_strided_p2p(total, (1,), torch.uint8, nccl.device)
         self._handle = shared.rendezvous(self._buffer, self._name)
         self._pads = [self._handle.get_signal_pad(r, [], torch.int32) for r in range(self.size)]
-        starts = (sums, sums + rows)
-        self._row_memory = [self._memory_from(start) for start in starts]
-        self._signals = [self._signals_from(start) for start in starts]
-        for signals in self._signals:
-            signals.zero_()
-        nccl.all_reduce(torch.zeros(1, device=nccl.device))  # before any rank sends a signal
+        self._row_memory = [self._memory_from(start) for start in (sums, sums + rows)]
+        self._rows = self._buffer[sums:].view(torch.int8)
+        self._rows.fill_(MISSING)
+        nccl.all_reduce(torch.zeros(1, device=nccl.device))  # before any rank sends a row
         torch.cuda.synchronize(nccl.device)
         self._beside = torch.cuda.Stream(nccl.device)  # type: ignore[no-untyped-call]
 
@@ -140,13 +138,6 @@ class SymmetricMemory:
         places = [*(base + start for base in self._handle.buffer_ptrs), self.rank]
         ranks = torch.tensor(places, dtype=torch.int64, device=self._nccl.device)
         return RowMemory(ranks, max_shared_rows(self.size))
-
-    def _signals_from(self, start: int) -> torch.Tensor:
-        memory = self._row_memory[0]
-        parts, *_ = memory.layout(self._row_bytes)
-        end = memory.bridge_start(self._row_bytes)
-        signals: torch.Tensor = self._buffer[start + parts : start + end].view(torch.int32)
-        return signals
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         num_bytes = x.numel() * x.itemsize
@@ -184,8 +175,8 @@ class SymmetricMemory:
         self._nccl.broadcast_(x)
 
     def abort(self) -> None:
-        """Sets the signals for which kernels of this device wait, until none is left: nothing else
-        ends a kernel whose peer is gone."""
+        """Writes the numbers and signals for which kernels of this device wait, until none is left:
+        nothing else ends a kernel whose peer is gone."""
         # Beside the release of these kernels: NCCL waits a minute for the device to end its work.
         aborting = threading.Thread(target=self._nccl.abort, name="abort-nccl", daemon=True)
         aborting.start()
@@ -195,8 +186,7 @@ class SymmetricMemory:
             while not _is_idle(device) and time.monotonic() < ends_s:
                 for rank, pad in enumerate(self._pads):
                     pad.fill_(1 if rank == self.rank else 0)
-                for signals in self._signals:
-                    signals.fill_(1)
+                self._rows.zero_()
                 time.sleep(1e-3)
         aborting.join(_RELEASE_S)
 

@@ -1,15 +1,18 @@
-"""The Triton kernel of `all_reduce_add_rms_norm`: a program sends its row to every rank, waits for
-theirs, adds them up and normalises the sum.
+"""The Triton kernel of `all_reduce_add_rms_norm`: a program sends its row to every other rank,
+waits for theirs, adds them up and normalises the sum.
 
-    program of a row --its part, then a signal--> the same program on every other rank
+    program of a row --its part--> the same program on every other rank
     parts of all ranks, in their order --sum--> + residual --> norm
 
-A program waits for the programs of its row alone, by a word that the sender sets and the receiver
-clears. All programs of a launch have to be on the device at once, or one that waits could keep out
-one that is waited for: `collective.max_shared_rows` of them are.
+Memory in which nothing has come holds `MISSING` bits, a NaN that no sender sends, and a program
+reads its row until none are left: no signal follows the numbers, for which a sender would have to
+wait until these have arrived (the Lamport exchange of TensorRT-LLM, which has -0 there). All
+programs of a launch have to be on the device at once, or one that waits could keep out one that is
+waited for: `collective.max_shared_rows` of them are.
 
-The memory of a row is written again by the next exchange but one, of the other kind: ranks that
-send it have the signals of the exchange between, which the receiver sends after it has read this.
+A receiver puts `MISSING` back. The memory of a row is written again by the next exchange but one,
+of the other kind: a rank that sends it has received the exchange between, whose kernel the receiver
+has started after the one that put them back had ended.
 """
 
 from __future__ import annotations
@@ -18,53 +21,85 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.collective import RowMemory
-from kernels.triton_launch import OVERLAPS, Launcher, start_overlapped
+from kernels.collective import MISSING, RowMemory
+from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_rms_norm import add_and_norm, shape_of
 
-
-@triton.jit
-def send_row(x, columns, row, ranks_ptr, HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS):
-    """Writes x [columns] to the memory of every rank, this one's included."""
-    place = tl.load(ranks_ptr + SIZE) * ROWS + row
-    for peer in tl.static_range(SIZE):
-        parts = tl.load(ranks_ptr + peer).to(tl.pointer_type(x.dtype))
-        parts = tl.multiple_of(parts, 16)
-        tl.store(parts + place * HIDDEN + columns, x, mask=columns < HIDDEN)
+_MISSING = tl.constexpr(MISSING)
 
 
 @triton.jit
-def send_signal(row, ranks_ptr, PARTS_BYTES: tl.constexpr, SIZE: tl.constexpr, ROWS):
-    """Lets the program of this row on each other rank read what all threads have sent."""
-    tl.debug_barrier()
+def find_ranks(ranks_ptr, SIZE: tl.constexpr):
+    """Returns this rank's number, the address of its memory, and the addresses of all."""
     rank = tl.load(ranks_ptr + SIZE)
+    addresses = ()
     for peer in tl.static_range(SIZE):
-        signals = (tl.load(ranks_ptr + peer) + PARTS_BYTES).to(tl.pointer_type(tl.int32))
+        addresses = addresses + (tl.load(ranks_ptr + peer),)  # noqa: RUF005  Triton has no *
+    return rank, tl.load(ranks_ptr + rank), addresses
+
+
+@triton.jit
+def _bits(x):
+    INTEGER: tl.constexpr = tl.int32 if x.dtype.primitive_bitwidth == 32 else tl.int16
+    return x.to(INTEGER, bitcast=True)
+
+
+@triton.jit
+def is_missing(x):
+    """Returns True if some of the numbers have not come."""
+    return tl.max((_bits(x) == _MISSING).to(tl.int32)) != 0
+
+
+@triton.jit
+def clear(at, x, mask):
+    """Marks the memory from which x came as empty."""
+    bits = _bits(x)
+    tl.store(at, tl.full(x.shape, _MISSING, bits.dtype).to(x.dtype, bitcast=True), mask=mask)
+
+
+@triton.jit
+def sendable(x):
+    """Returns x; a NaN that would be read as missing is another one."""
+    bits = _bits(x)
+    nan = tl.full(x.shape, (1 << (x.dtype.primitive_bitwidth - 1)) - 1, bits.dtype)
+    return tl.where(bits == _MISSING, nan, bits).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def send_row(x, columns, row, rank, addresses, HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS):
+    """Writes x [columns] to the memory of every other rank."""
+    x = sendable(x)
+    place = (rank * ROWS + row) * HIDDEN + columns
+    for peer in tl.static_range(SIZE):
         if peer != rank:
-            tl.atomic_xchg(signals + rank * ROWS + row, 1, sem="release", scope="sys")
+            parts = addresses[peer].to(tl.pointer_type(x.dtype))
+            tl.store(tl.multiple_of(parts, 16) + place, x, mask=columns < HIDDEN)
 
 
 @triton.jit
-def receive_sum(
-    columns, row, ranks_ptr, dtype: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS_BYTES: tl.constexpr, SIZE: tl.constexpr, ROWS,
-):  # fmt: skip
-    """Waits for the parts of all ranks and returns their sum [columns], rounded once."""
-    rank = tl.load(ranks_ptr + SIZE)
-    own = tl.load(ranks_ptr + rank)
+def parts_at(own, peer, columns, row, dtype: tl.constexpr, HIDDEN: tl.constexpr, ROWS):
+    """Returns the addresses of a peer's part of the row in this rank's memory."""
     parts = tl.multiple_of(own.to(tl.pointer_type(dtype)), 16)
-    signals = (own + PARTS_BYTES).to(tl.pointer_type(tl.int32))
+    return parts + (peer * ROWS + row) * HIDDEN + columns
+
+
+@triton.jit
+def _receive_sum(
+    x, columns, row, rank, own, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, ROWS
+):  # fmt: skip
+    """Returns the sum [columns] of this rank's x and the parts of all others, rounded once."""
+    inside = columns < HIDDEN
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(SIZE):
-        place = peer * ROWS + row
+        part = x
         if peer != rank:
-            while tl.atomic_cas(signals + place, 1, 0, sem="acquire", scope="sys") == 0:
-                pass
-        # Past the first cache, which may hold the row of an earlier exchange.
-        there = parts + place.to(tl.int64) * HIDDEN + columns
-        part = tl.load(there, mask=columns < HIDDEN, other=0.0, cache_modifier=".cg")
+            at = parts_at(own, peer, columns, row, x.dtype, HIDDEN, ROWS)
+            part = tl.load(at, mask=inside, other=0.0, volatile=True)
+            while is_missing(part):
+                part = tl.load(at, mask=inside, other=0.0, volatile=True)
+            clear(at, part, inside)
         total += part.to(tl.float32)
-    return total.to(dtype)
+    return total.to(x.dtype)
 
 
 @triton.jit
@@ -79,7 +114,6 @@ def _exchange_norm_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,
-    PARTS_BYTES: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,14 +122,16 @@ def _exchange_norm_kernel(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)  # no kernel of a step writes it
-    start_overlapped(OVERLAPPED)
+    start_dependents(OVERLAPPED)
+    # No kernel of a step writes these.
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    rank, own, addresses = find_ranks(ranks_ptr, SIZE)
+    wait_for_inputs(OVERLAPPED)
     x = tl.load(x_ptr + row.to(tl.int64) * STRIDE_X + columns, mask=inside, other=0.0)
-    send_row(x, columns, row, ranks_ptr, HIDDEN, SIZE, ROWS)
-    send_signal(row, ranks_ptr, PARTS_BYTES, SIZE, ROWS)
+    send_row(x, columns, row, rank, addresses, HIDDEN, SIZE, ROWS)
     there = residual_ptr + row.to(tl.int64) * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
-    x = receive_sum(columns, row, ranks_ptr, x.dtype, HIDDEN, BLOCK, PARTS_BYTES, SIZE, ROWS)
+    x = _receive_sum(x, columns, row, rank, own, HIDDEN, BLOCK, SIZE, ROWS)
     normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
     tl.store(out_ptr + row.to(tl.int64) * HIDDEN + columns, normed, mask=inside)
 
@@ -127,7 +163,7 @@ def launch_exchange_norm(
             hidden,
             eps,
             scale,
-            *memory.layout(hidden * x.itemsize),
+            *memory.sizes,
             block,
             OVERLAPS,
         ),

@@ -15,18 +15,25 @@ import triton.language as tl
 from kernels.collective import MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, RowMemory
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
-from kernels.triton_exchange_norm import receive_sum, send_row, send_signal
+from kernels.triton_exchange_norm import (
+    clear,
+    find_ranks,
+    is_missing,
+    parts_at,
+    send_row,
+    sendable,
+)
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_lora_rows import (
     LENGTHS,
     METADATA,
-    add_requested,
     load_bridge,
     max_tiles,
     read_planes,
     request_row,
+    row_delta,
 )
-from kernels.triton_lora_tiles import PAGE, read_columns
+from kernels.triton_lora_tiles import PAGE, add_row, find_strip, load_strip, read_columns
 from kernels.triton_rms_norm import add_and_norm, shape_of
 
 _PAGES = tl.constexpr(MAX_BRIDGE_PAGES)
@@ -34,20 +41,62 @@ _ROWS = tl.constexpr(MAX_BRIDGE_ROWS)
 
 
 @triton.jit
-def _send_bridge(
-    planes_ptr, num_pages, rank_pages, row, num_rows, num_planes, ranks_ptr,
-    PLANES: tl.constexpr, BRIDGE: tl.constexpr, SIZE: tl.constexpr,
+def _send_page(planes, page, row, rank, addresses, BRIDGE: tl.constexpr, SIZE: tl.constexpr):
+    """Writes this rank's bridge of a row and page, `planes` [planes, PAGE], to the memory of every
+    rank, its own included. Pages in which the module has no rows have any content."""
+    h = sendable(tl.sum(planes, axis=0))
+    place = ((rank * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)
+    for peer in tl.static_range(SIZE):
+        bridges = (addresses[peer] + BRIDGE).to(tl.pointer_type(tl.float32))
+        tl.store(tl.multiple_of(bridges, 16) + place, h)
+
+
+@triton.jit
+def _page_at(own, page, row, live, BRIDGE: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """Returns the addresses [PARTS, PAGE] of all ranks' bridges of a row and page in this rank's
+    memory, and the mask of those that exist."""
+    ranks = tl.arange(0, PARTS)[:, None]
+    bridges = tl.multiple_of((own + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
+    place = ((ranks * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)[None, :]
+    return bridges + place, (ranks < tl.where(live, SIZE, 0)) & (tl.arange(0, PAGE) < PAGE)[None, :]
+
+
+@triton.jit
+def _receive_row(
+    x, columns, row, live, rank, own, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ROWS, BRIDGE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes this rank's bridge of a row to the memory of every rank. Pages in which the module has
-    no rows are sent with any content, and not read."""
-    rank = tl.load(ranks_ptr + SIZE)
-    for page in range(num_pages):
-        planes = load_bridge(planes_ptr, page, rank_pages, row, True, num_rows, num_planes, PLANES)
-        h = tl.sum(planes, axis=0)
-        place = ((rank * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)
-        for peer in tl.static_range(SIZE):
-            bridge = (tl.load(ranks_ptr + peer) + BRIDGE).to(tl.pointer_type(tl.float32))
-            tl.store(tl.multiple_of(bridge, 16) + place, h)
+    """Returns the sum [columns] of all ranks' parts, rounded once, and their bridges [PARTS, PAGE]
+    of the first page, if `live`. Waits for both at once: one after the other takes longer."""
+    inside = columns < HIDDEN
+    h_at, h_mask = _page_at(own, 0, row, live, BRIDGE, SIZE, PARTS)
+    h = tl.load(h_at, mask=h_mask, other=0.0, volatile=True)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(SIZE):
+        part = x
+        if peer != rank:
+            at = parts_at(own, peer, columns, row, x.dtype, HIDDEN, ROWS)
+            part = tl.load(at, mask=inside, other=0.0, volatile=True)
+            while is_missing(part) | is_missing(h):
+                part = tl.load(at, mask=inside, other=0.0, volatile=True)
+                h = tl.load(h_at, mask=h_mask, other=0.0, volatile=True)
+            clear(at, part, inside)
+        total += part.to(tl.float32)
+    clear(h_at, h, h_mask)
+    return total.to(x.dtype), h
+
+
+@triton.jit
+def _receive_page(
+    page, row, own, SIZE: tl.constexpr, BRIDGE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Returns all ranks' bridges [PARTS, PAGE] of a row and page."""
+    at, mask = _page_at(own, page, row, True, BRIDGE, SIZE, PARTS)
+    h = tl.load(at, mask=mask, other=0.0, volatile=True)
+    while is_missing(h):
+        h = tl.load(at, mask=mask, other=0.0, volatile=True)
+    clear(at, h, mask)
+    return h
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -72,7 +121,6 @@ def _lora_exchange_norm_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,
-    PARTS_BYTES: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BRIDGE: tl.constexpr,
@@ -92,25 +140,35 @@ def _lora_exchange_norm_kernel(
         header_ptr, tiles_ptr, heap_ptr, entries_ptr, token, num_tiles, b_columns, HIDDEN, STRIDE,
         0, TILES, IS_EVEN,
     )  # fmt: skip
+    rank, own, addresses = find_ranks(ranks_ptr, SIZE)
     wait_for_inputs(OVERLAPPED)
     row = token.to(tl.int64)
     x = tl.load(x_ptr + row * STRIDE_X + columns, mask=inside, other=0.0)
-    send_row(x, columns, token, ranks_ptr, HIDDEN, SIZE, ROWS)
-    _send_bridge(
-        planes_ptr, num_pages, rank_pages, token, num_rows, num_planes, ranks_ptr, PLANES, BRIDGE,
-        SIZE,
+    has_pages = num_pages > 0
+    planes = load_bridge(
+        planes_ptr, 0, rank_pages, token, has_pages, num_rows, num_planes, PLANES
     )  # fmt: skip
-    send_signal(token, ranks_ptr, PARTS_BYTES, SIZE, ROWS)
+    send_row(x, columns, token, rank, addresses, HIDDEN, SIZE, ROWS)
+    if has_pages:
+        _send_page(planes, 0, token, rank, addresses, BRIDGE, SIZE)
+        for page in range(1, num_pages):
+            planes = load_bridge(
+                planes_ptr, page, rank_pages, token, True, num_rows, num_planes, PLANES
+            )  # fmt: skip
+            _send_page(planes, page, token, rank, addresses, BRIDGE, SIZE)
     there = residual_ptr + row * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
-    x = receive_sum(columns, token, ranks_ptr, x.dtype, HIDDEN, BLOCK, PARTS_BYTES, SIZE, ROWS)
-    own = tl.load(ranks_ptr + tl.load(ranks_ptr + SIZE)) + BRIDGE
-    bridges = tl.multiple_of(own.to(tl.pointer_type(tl.float32)), 16)
-    h = load_bridge(bridges, 0, _PAGES, token, entry != 0, _ROWS, SIZE, PARTS)
-    x = add_requested(
-        x, h, b, entry, affine, num_pages, first, _ROWS, _PAGES, heap_ptr, entries_ptr, pages_ptr,
-        bridges, token, SIZE, columns, b_columns, HIDDEN, PARTS, STRIDE, 0, IS_EVEN,
+    x, h = _receive_row(
+        x, columns, token, has_pages, rank, own, HIDDEN, BLOCK, SIZE, ROWS, BRIDGE, PARTS
     )  # fmt: skip
+    if has_pages:
+        delta = row_delta(tl.where(entry != 0, h, 0.0), b, x.dtype)
+        for page in range(1, num_pages):
+            h = _receive_page(page, token, own, SIZE, BRIDGE, PARTS)
+            more = find_strip(entries_ptr, tl.load(pages_ptr + first + page), True, STRIDE)
+            b = load_strip(heap_ptr, more, b_columns, HIDDEN, IS_EVEN)
+            delta += row_delta(tl.where(more != 0, h, 0.0), b, x.dtype)
+        x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, 0)
     normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
     tl.store(out_ptr + row * HIDDEN + columns, normed, mask=inside)
 
@@ -136,8 +194,7 @@ def launch_lora_exchange_norm(
     assert not site.affine
     out = x.new_empty(x.shape)
     block, num_warps = shape_of(hidden)
-    row_bytes = hidden * x.itemsize
-    _, size, _ = layout = memory.layout(row_bytes)
+    size, _ = memory.sizes
     _launch(
         (rows, 1, 1),
         (x, residual, weight, out, bridge.planes, site.heap, memory.ranks),
@@ -151,8 +208,8 @@ def launch_lora_exchange_norm(
             hidden,
             eps,
             scale,
-            *layout,
-            memory.bridge_start(row_bytes),
+            *memory.sizes,
+            memory.bridge_start(hidden * x.itemsize),
             triton.next_power_of_2(size),
             block,
             max_tiles(rows),

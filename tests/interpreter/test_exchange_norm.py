@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.collective import MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, RowMemory, max_shared_rows
+from kernels.collective import (
+    MAX_BRIDGE_PAGES,
+    MAX_BRIDGE_ROWS,
+    MISSING,
+    RowMemory,
+    max_shared_rows,
+)
 from kernels.lora_plan import Bridge
 from kernels.lora_shrink_expand import lora_shrink
 from kernels.rms_norm import add_rms_norm_reference
@@ -23,15 +29,14 @@ MAX_ROWS = max_shared_rows(SIZE)
 
 
 class Memory:
-    """A rank's memory: rows of every rank, signals and bridges."""
+    """A rank's memory: rows and bridges of every rank."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         row_bytes = hidden * dtype.itemsize
-        self.bytes = torch.zeros(RowMemory.num_bytes(SIZE, row_bytes), dtype=torch.uint8)
-        layout = RowMemory(torch.empty(SIZE + 1), MAX_ROWS)
-        parts, bridges = layout.layout(row_bytes)[0], layout.bridge_start(row_bytes)
-        self.parts = self.bytes[:parts].view(dtype).view(SIZE, MAX_ROWS, hidden)
-        self.signals = self.bytes[parts:bridges].view(torch.int32).view(SIZE, MAX_ROWS)
+        num_bytes = RowMemory.num_bytes(SIZE, row_bytes)
+        self.bytes = torch.full((num_bytes,), MISSING, dtype=torch.int8)
+        bridges = RowMemory(torch.empty(SIZE + 1), MAX_ROWS).bridge_start(row_bytes)
+        self.parts = self.bytes[:bridges].view(dtype).view(SIZE, MAX_ROWS, hidden)
         shape = (SIZE, MAX_BRIDGE_PAGES, MAX_BRIDGE_ROWS, 16)
         self.bridges = self.bytes[bridges:].view(torch.float32).view(shape)
 
@@ -45,7 +50,6 @@ class Ranks:
         self.memory = [Memory(hidden, parts[0].dtype) for _ in parts]
         for other in self.others:
             self.memory[rank].parts[other, :rows] = parts[other]
-            self.memory[rank].signals[other, :rows] = 1
         places = [*(one.bytes.data_ptr() for one in self.memory), rank]
         self.shared = RowMemory(torch.tensor(places), MAX_ROWS)
 
@@ -61,13 +65,12 @@ class Ranks:
 
     def check_sent(self) -> None:
         rank, rows = self.rank, len(self.parts[0])
-        assert not self.memory[rank].signals.any(), "each is cleared for the next exchange"
-        for other in range(SIZE):
+        assert (self.memory[rank].bytes == MISSING).all(), "all is cleared for the next exchange"
+        for other in self.others:
             memory = self.memory[other]
             assert torch.equal(memory.parts[rank, :rows], self.parts[rank])
-            assert not memory.parts[:, rows:].any()
-            if other != rank:
-                assert memory.signals[rank].tolist() == [1] * rows + [0] * (MAX_ROWS - rows)
+            memory.parts[rank, :rows].view(torch.int8).fill_(MISSING)
+            assert (memory.parts.view(torch.int8) == MISSING).all(), "no other row is sent"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -107,11 +110,11 @@ def test_bridges_travel_beside_the_rows(rank: int, is_int8: bool) -> None:
     bridges = [lora_shrink(x, cases[0].site, plan) for x in inputs]
     ranks = Ranks(rank, [randn(9, 72, dtype=torch.float16, seed=i) for i in range(SIZE)])
     residual, weight = randn(9, 72, dtype=torch.float16, seed=7), randn(72, seed=8).half()
-    own = ranks.memory[rank]
+    own, sums = ranks.memory[rank], [one.planes.sum(0)[0] for one in bridges]
+    pages = [1, 1, 0, 0, 0, 3, 4, 1, 1]  # of each row's adapter
     for other in ranks.others:
-        sums = bridges[other].planes.sum(0)[0]  # [pages, rows, 16]
-        own.bridges[other].fill_(torch.nan)
-        own.bridges[other, : sums.shape[0], : sums.shape[1]] = sums
+        for row, num_pages in enumerate(pages):
+            own.bridges[other, :num_pages, row] = sums[other][:num_pages, row]
     planes = torch.stack([one.planes.sum(0) for one in bridges])
     bridge = replace(bridges[rank], planes=planes)
     assert isinstance(bridge, Bridge)
@@ -133,3 +136,22 @@ def test_bridges_travel_beside_the_rows(rank: int, is_int8: bool) -> None:
     assert torch.equal(residual, expected_residual)
     assert torch.equal(normed, expected)
     ranks.check_sent()
+    for other in ranks.others:
+        sent = ranks.memory[other].bridges[rank]
+        for row, num_pages in enumerate(pages):
+            assert torch.equal(sent[:num_pages, row], sums[rank][:num_pages, row])
+            sent[:num_pages, row].view(torch.int32).fill_(MISSING)
+        assert (sent.view(torch.int32) == MISSING).all(), "no other page is sent"
+
+
+def test_numbers_that_mean_nothing_has_come_are_sent_as_another_nan() -> None:
+    x = torch.randn(2, 64)
+    x[1, 7:9] = torch.tensor([MISSING, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    ranks = Ranks(0, [x, *(torch.ones(2, 64) for _ in range(SIZE - 1))])
+    weight = torch.ones(64)
+    normed = launch_exchange_norm(x, torch.zeros(2, 64), weight, 1e-6, 1.0, ranks.shared)
+    assert normed[0].isfinite().all()
+    assert normed[1].isnan().all()
+    for other in ranks.others:
+        sent = ranks.memory[other].parts[0, 1].view(torch.int32)
+        assert sent[7:9].tolist() == [0x7FFFFFFF, 0x7FC00000]

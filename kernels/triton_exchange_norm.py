@@ -45,16 +45,21 @@ def _bits(x):
 
 
 @triton.jit
-def is_missing(x):
-    """Returns True if some of the numbers have not come."""
-    return tl.max((_bits(x) == _MISSING).to(tl.int32)) != 0
+def missing(x):
+    """Returns 1 for each number that has not come, else 0.
+
+    Whether to read again has to be the same in all warps, and each warp reads what it holds: the
+    maximum of a tensor whose numbers are spread over all warps, as `shape_of` has them, is. One of
+    up to 32 numbers is read by every warp for itself, and so is its maximum.
+    """
+    return (_bits(x) == _MISSING).to(tl.int32)
 
 
 @triton.jit
-def clear(at, x, mask):
-    """Marks the memory from which x came as empty."""
-    bits = _bits(x)
-    tl.store(at, tl.full(x.shape, _MISSING, bits.dtype).to(x.dtype, bitcast=True), mask=mask)
+def clear(at, TYPE: tl.constexpr, mask):
+    """Marks numbers as not there."""
+    INTEGER: tl.constexpr = tl.int32 if TYPE.primitive_bitwidth == 32 else tl.int16
+    tl.store(at, tl.full(mask.shape, _MISSING, INTEGER).to(TYPE, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -95,9 +100,9 @@ def _receive_sum(
         if peer != rank:
             at = parts_at(own, peer, columns, row, x.dtype, HIDDEN, ROWS)
             part = tl.load(at, mask=inside, other=0.0, volatile=True)
-            while is_missing(part):
+            while tl.max(missing(part)) != 0:
                 part = tl.load(at, mask=inside, other=0.0, volatile=True)
-            clear(at, part, inside)
+            clear(at, x.dtype, inside)
         total += part.to(tl.float32)
     return total.to(x.dtype)
 

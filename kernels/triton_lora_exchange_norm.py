@@ -18,7 +18,7 @@ from kernels.lora_rows import SiteRows
 from kernels.triton_exchange_norm import (
     clear,
     find_ranks,
-    is_missing,
+    missing,
     parts_at,
     send_row,
     sendable,
@@ -31,7 +31,7 @@ from kernels.triton_lora_rows import (
     max_tiles,
     read_planes,
     request_row,
-    row_delta,
+    summed_delta,
 )
 from kernels.triton_lora_tiles import PAGE, add_row, find_strip, load_strip, read_columns
 from kernels.triton_rms_norm import add_and_norm, shape_of
@@ -41,62 +41,97 @@ _ROWS = tl.constexpr(MAX_BRIDGE_ROWS)
 
 
 @triton.jit
-def _send_page(planes, page, row, rank, addresses, BRIDGE: tl.constexpr, SIZE: tl.constexpr):
-    """Writes this rank's bridge of a row and page, `planes` [planes, PAGE], to the memory of every
-    rank, its own included. Pages in which the module has no rows have any content."""
-    h = sendable(tl.sum(planes, axis=0))
-    place = ((rank * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)
-    for peer in tl.static_range(SIZE):
-        bridges = (addresses[peer] + BRIDGE).to(tl.pointer_type(tl.float32))
-        tl.store(tl.multiple_of(bridges, 16) + place, h)
+def _page_at(address, rank, page, row, BRIDGE: tl.constexpr):
+    """Returns the addresses [PAGE] of a rank's bridge of a row and page, in the memory of another
+    or its own."""
+    bridges = tl.multiple_of((address + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
+    return bridges + ((rank * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)
 
 
 @triton.jit
-def _page_at(own, page, row, live, BRIDGE: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the addresses [PARTS, PAGE] of all ranks' bridges of a row and page in this rank's
-    memory, and the mask of those that exist."""
-    ranks = tl.arange(0, PARTS)[:, None]
-    bridges = tl.multiple_of((own + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
-    place = ((ranks * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)[None, :]
-    return bridges + place, (ranks < tl.where(live, SIZE, 0)) & (tl.arange(0, PAGE) < PAGE)[None, :]
+def _send_page(h, page, row, rank, addresses, BRIDGE: tl.constexpr, SIZE: tl.constexpr):
+    """Writes this rank's bridge h [PAGE] of a row and page to the memory of every other rank. Pages
+    in which the module has no rows have any content."""
+    h = sendable(h)
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            tl.store(_page_at(addresses[peer], rank, page, row, BRIDGE), h)
 
 
 @triton.jit
 def _receive_row(
-    x, columns, row, live, rank, own, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, ROWS, BRIDGE: tl.constexpr, PARTS: tl.constexpr,
+    x, h, live, columns, row, rank, own, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ROWS, BRIDGE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sum [columns] of all ranks' parts, rounded once, and their bridges [PARTS, PAGE]
-    of the first page, if `live`. Waits for both at once: one after the other takes longer."""
+    """Returns the sums of all ranks' parts [columns], rounded once, and of their bridges [PAGE] of
+    the first page, of which x and h are this rank's. `live`: the row has a page. Waits for part and
+    bridge at once: one after the other takes longer."""
     inside = columns < HIDDEN
-    h_at, h_mask = _page_at(own, 0, row, live, BRIDGE, SIZE, PARTS)
-    h = tl.load(h_at, mask=h_mask, other=0.0, volatile=True)
+    has_page = (tl.arange(0, PAGE) < PAGE) & live
     total = tl.zeros([BLOCK], tl.float32)
+    bridge = tl.zeros([PAGE], tl.float32)
     for peer in tl.static_range(SIZE):
         part = x
+        other = h
         if peer != rank:
             at = parts_at(own, peer, columns, row, x.dtype, HIDDEN, ROWS)
+            h_at = _page_at(own, peer, 0, row, BRIDGE)
             part = tl.load(at, mask=inside, other=0.0, volatile=True)
-            while is_missing(part) | is_missing(h):
+            other = tl.load(h_at, mask=has_page, other=0.0, volatile=True)
+            while tl.max(missing(part) | tl.max(missing(other))) != 0:
                 part = tl.load(at, mask=inside, other=0.0, volatile=True)
-                h = tl.load(h_at, mask=h_mask, other=0.0, volatile=True)
-            clear(at, part, inside)
+                other = tl.load(h_at, mask=has_page, other=0.0, volatile=True)
+            clear(at, x.dtype, inside)
+            clear(h_at, tl.float32, has_page)
         total += part.to(tl.float32)
-    clear(h_at, h, h_mask)
-    return total.to(x.dtype), h
+        bridge += other
+    return total.to(x.dtype), bridge
 
 
 @triton.jit
-def _receive_page(
-    page, row, own, SIZE: tl.constexpr, BRIDGE: tl.constexpr, PARTS: tl.constexpr,
+def _more_pages(
+    num_pages, row, rank, own, BRIDGE: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Returns all ranks' bridges [PARTS, PAGE] of a row and page."""
-    at, mask = _page_at(own, page, row, True, BRIDGE, SIZE, PARTS)
-    h = tl.load(at, mask=mask, other=0.0, volatile=True)
-    while is_missing(h):
-        h = tl.load(at, mask=mask, other=0.0, volatile=True)
-    clear(at, h, mask)
-    return h
+    """Returns the addresses of the others' bridges of a row behind the first page, and the mask of
+    those that exist."""
+    places = tl.arange(0, PARTS * _PAGES * PAGE)
+    peer = places // (_PAGES * PAGE)
+    page = places // PAGE % _PAGES
+    bridges = tl.multiple_of((own + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
+    at = bridges + ((peer * _PAGES + page) * _ROWS + row) * PAGE + places % PAGE
+    return at, (peer < SIZE) & (peer != rank) & (page > 0) & (page < num_pages)
+
+
+@triton.jit
+def _add_more_pages(
+    delta, num_pages, first, planes_ptr, rank_pages, num_rows, num_planes, heap_ptr, entries_ptr,
+    pages_ptr, b_columns, row, rank, own, TYPE: tl.constexpr, BRIDGE: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Returns the delta with those of the row's pages behind the first one."""
+    at, mask = _more_pages(num_pages, row, rank, own, BRIDGE, SIZE, PARTS)
+    count = 1
+    while count != 0:
+        count = tl.max(missing(tl.load(at, mask=mask, other=0.0, volatile=True)))
+    for page in range(1, num_pages):
+        planes = load_bridge(
+            planes_ptr, page, rank_pages, row, True, num_rows, num_planes, PLANES
+        )  # fmt: skip
+        own_h = tl.sum(planes, axis=0)
+        h = tl.zeros([PAGE], tl.float32)
+        for peer in tl.static_range(SIZE):
+            # Not in a branch: the compiler fails to lay out its result (Triton 3.6 and 3.7).
+            is_other = (tl.arange(0, PAGE) < PAGE) & (peer != rank)
+            other_at = _page_at(own, peer, page, row, BRIDGE)
+            other = tl.load(other_at, mask=is_other, other=0.0, volatile=True)
+            h += tl.where(is_other, other, own_h)
+        entry = find_strip(entries_ptr, tl.load(pages_ptr + first + page), True, STRIDE)
+        b = load_strip(heap_ptr, entry, b_columns, HIDDEN, IS_EVEN)
+        delta += summed_delta(tl.where(entry != 0, h, 0.0), b, TYPE)
+    tl.debug_barrier()  # every warp has read its bridges
+    clear(at, tl.float32, mask)
+    return delta
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=METADATA)
@@ -149,26 +184,30 @@ def _lora_exchange_norm_kernel(
         planes_ptr, 0, rank_pages, token, has_pages, num_rows, num_planes, PLANES
     )  # fmt: skip
     send_row(x, columns, token, rank, addresses, HIDDEN, SIZE, ROWS)
+    h = tl.sum(planes, axis=0)
     if has_pages:
-        _send_page(planes, 0, token, rank, addresses, BRIDGE, SIZE)
+        _send_page(h, 0, token, rank, addresses, BRIDGE, SIZE)
         for page in range(1, num_pages):
             planes = load_bridge(
                 planes_ptr, page, rank_pages, token, True, num_rows, num_planes, PLANES
             )  # fmt: skip
-            _send_page(planes, page, token, rank, addresses, BRIDGE, SIZE)
+            own_h = tl.sum(planes, axis=0)
+            _send_page(own_h, page, token, rank, addresses, BRIDGE, SIZE)
     there = residual_ptr + row * STRIDE_RESIDUAL + columns
     residual = tl.load(there, mask=inside, other=0.0)
     x, h = _receive_row(
-        x, columns, token, has_pages, rank, own, HIDDEN, BLOCK, SIZE, ROWS, BRIDGE, PARTS
+        x, h, has_pages, columns, token, rank, own, HIDDEN, BLOCK, SIZE, ROWS, BRIDGE
     )  # fmt: skip
     if has_pages:
-        delta = row_delta(tl.where(entry != 0, h, 0.0), b, x.dtype)
-        for page in range(1, num_pages):
-            h = _receive_page(page, token, own, SIZE, BRIDGE, PARTS)
-            more = find_strip(entries_ptr, tl.load(pages_ptr + first + page), True, STRIDE)
-            b = load_strip(heap_ptr, more, b_columns, HIDDEN, IS_EVEN)
-            delta += row_delta(tl.where(more != 0, h, 0.0), b, x.dtype)
-        x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, 0)
+        delta = summed_delta(tl.where(entry != 0, h, 0.0), b, x.dtype)
+        if num_pages > 1:
+            delta = _add_more_pages(
+                delta, num_pages, first, planes_ptr, rank_pages, num_rows, num_planes, heap_ptr,
+                entries_ptr, pages_ptr, b_columns, token, rank, own, x.dtype, BRIDGE, SIZE, PARTS,
+                PLANES, STRIDE, HIDDEN, IS_EVEN,
+            )  # fmt: skip
+        if entry != 0:
+            x = add_row(x, delta, heap_ptr, affine, columns, HIDDEN, 0)
     normed = add_and_norm(x, residual, there, weight, inside, HIDDEN, EPS, SCALE)
     tl.store(out_ptr + row * HIDDEN + columns, normed, mask=inside)
 

@@ -58,8 +58,14 @@ def load_bridge(planes_ptr, block, blocks, row, live, num_rows, num_planes, PLAN
 
 @triton.jit
 def row_delta(planes, b, TYPE: tl.constexpr):
-    """Returns [columns]: h B; the bridge h is summed, then rounded to the activations' TYPE."""
-    h = tl.sum(planes, axis=0).to(TYPE).to(tl.float32)
+    """Returns [columns]: h B, of a bridge h that is still in planes."""
+    return summed_delta(tl.sum(planes, axis=0), b, TYPE)
+
+
+@triton.jit
+def summed_delta(h, b, TYPE: tl.constexpr):
+    """Returns [columns]: h B; the bridge h [PAGE] is rounded to the activations' TYPE."""
+    h = h.to(TYPE).to(tl.float32)
     return tl.sum(h[:, None] * widen(b, tl.float32), axis=0)
 
 

@@ -30,7 +30,8 @@ import torch
 
 from engine.step_cost import StepCost
 from kernels.collective import Collective
-from kernels.exchange_norm import all_reduce_add_rms_norm
+from kernels.exchange_norm import all_reduce_add_rms_norm, lora_all_reduce_add_rms_norm
+from kernels.lora_shrink_expand import lora_expand_, lora_shrink
 from kernels.rendezvous import meet
 from kernels.rms_norm import add_rms_norm
 from tests.benchmarks.cases import Case, cases_as_json
@@ -38,6 +39,7 @@ from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
+from tests.lora_kernel_cases import make_case
 from tests.rank_processes import on_processes
 
 WARM_UP_TOKENS = 8
@@ -45,6 +47,7 @@ HOST_BYTES = 8 * 1024**3
 EXCHANGE_BYTES = [8 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
 EXCHANGES = 16  # in a graph
 HIDDEN, ROWS = (4096, 8192), (1, 8, 32, 64, 128, 256)  # of exchanges with their norm
+ADAPTED_ROWS, MOST_ADAPTERS = (1, 8, 32, 64), 32
 REPLAYS = 20
 COLUMNS = 1024
 WAYS: dict[str, int | None] = {"one shot": 1 << 60, "two shot": 0, "usual": None}
@@ -234,9 +237,17 @@ def time_norms(rank: int, size: int, store: Path) -> list[dict[str, Any]]:
     for number, hidden in enumerate(HIDDEN):
         ranks = meet(store.with_name(f"norms-{number}"), rank, size, device, 16 << 20, 2 * hidden)
         for rows in ROWS:
-            us = {way: round(value, 2) for way, value in _norm_times(ranks, rows, hidden).items()}
-            lines.append({"hidden": hidden, "rows": rows, **us})
+            lines.append({"hidden": hidden, "rows": rows, "adapters": 0})
+            lines[-1] |= _rounded(_norm_times(ranks, rows, hidden))
+        for rows in ADAPTED_ROWS:
+            adapters = min(rows, MOST_ADAPTERS)
+            lines.append({"hidden": hidden, "rows": rows, "adapters": adapters})
+            lines[-1] |= _rounded(_adapted_norm_times(ranks, rows, adapters, hidden))
     return lines
+
+
+def _rounded(us: dict[str, float]) -> dict[str, float]:
+    return {way: round(value, 2) for way, value in us.items()}
 
 
 def _norm_times(ranks: Any, rows: int, hidden: int) -> dict[str, float]:
@@ -256,6 +267,44 @@ def _norm_times(ranks: Any, rows: int, hidden: int) -> dict[str, float]:
     found = {"one shot, norm": _time(in_two)}
     ranks._one_shot_bytes = usual
     found["usual, norm"] = _time(in_two)
+    if ranks.row_memory(x, 0) is not None:
+        found["one kernel"] = _time(two_in_one) / 2
+    return found
+
+
+def _adapted_norm_times(ranks: Any, rows: int, adapters: int, hidden: int) -> dict[str, float]:
+    """As `_norm_times`, of rows with adapters of rank 16, whose deltas each rank adds to its part
+    where the exchange does not add them to the sum. B is in the second-level cache."""
+    device = torch.device("cuda", ranks.rank)
+    runs = [(i, rows // adapters) for i in range(adapters)]
+    case = make_case(
+        [16] * adapters,
+        runs,
+        in_features=hidden // ranks.size,
+        sizes=(hidden,),
+        dtype=torch.bfloat16,
+        device=str(device),
+    )
+    plan, site = case.plan(large=False), case.site
+    bridge = lora_shrink(case.x, site, plan)
+    x = torch.ones((rows, hidden), dtype=torch.bfloat16, device=device)
+    residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+
+    def in_three() -> None:
+        lora_expand_(x, bridge, site, plan)
+        add_rms_norm(ranks.all_reduce(x), residual, weight, 1e-5)
+
+    def two_in_one() -> None:
+        for kind in (0, 1):
+            lora_all_reduce_add_rms_norm(
+                ranks, x, residual, weight, 1e-5, bridge, site, plan, 1.0, kind
+            )
+
+    usual = ranks._one_shot_bytes
+    ranks._one_shot_bytes = 1 << 60
+    found = {"one shot, norm": _time(in_three)}
+    ranks._one_shot_bytes = usual
+    found["usual, norm"] = _time(in_three)
     if ranks.row_memory(x, 0) is not None:
         found["one kernel"] = _time(two_in_one) / 2
     return found

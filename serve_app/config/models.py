@@ -64,8 +64,8 @@ class EngineArgs(Args):
     """The type of keys and values in the KV cache. `auto`: `dtype`. `fp8`: e4m3, rounded as they
     are written: twice the tokens of 16 bits, and attention reads half the bytes. Outputs differ,
     those of small bases visibly, and can depend on the other requests of a step and on drafts. At
-    the start the base is run on random tokens with both types and refused if it changes too much;
-    several ranks are not compared. On CUDA it needs compute capability 8.9."""
+    the start the base is run on random tokens with both types and refused if it changes too much.
+    On CUDA it needs compute capability 8.9."""
     kv_host_bytes: Bytes = Field(default=0)
     """The host memory for KV blocks that leave the device, page-locked on CUDA: prefixes are loaded
     from it instead of computed, and preempted requests return from it. All ranks together, which

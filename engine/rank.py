@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from engine.block_copies import check_host_tier
 from engine.checks.kv_rounding import KVChange, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.device_memory import (
@@ -26,7 +27,7 @@ from engine.device_memory import (
 )
 from engine.device_step import DeviceSteps
 from engine.int4_forms import resolve_int4
-from engine.kv_cache import KVCache, allocate_kv_cache
+from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes
 from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
 from engine.memory_plan import DeviceUse
 from engine.model import Model
@@ -80,6 +81,7 @@ class Rank:
         first = resolve_shard(config, whole)
         self.shard = Shard(whole, index, first.size)
         self.is_fp8 = resolve_fp8(config, self.shard.config, self.dtype, of_kernels)
+        check_host_tier(config, block_bytes(self.shard.config, self.layout, self.kv_dtype))
         if config.lora_dtype != "auto":
             page_layout(config, self.shard.sites(), self.dtype)  # refuses what it cannot hold
         self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)

@@ -305,6 +305,10 @@ def _is_gone(pid: int) -> bool:
         ({"tensor_parallel_size": 4}, "4, which does not divide num_attention_heads 6"),
         ({"tensor_parallel_size": 0}, "must be between 1 and 64"),
         (
+            {"tensor_parallel_size": 2, "kv_host_bytes": 2047},
+            "kv_host_bytes is 2047, and a KV block has 1024 bytes on each of 2 ranks",
+        ),
+        (
             {"tensor_parallel_size": 2, "quantization": "fp8"},
             r"shape \[40, 48\] on each of 2 ranks",
         ),

@@ -222,17 +222,29 @@ def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, 
         yield (*pairs[start], stop - start)
 
 
+def check_host_tier(config: EngineConfig, block_bytes: int) -> None:
+    """Raises UnsupportedModelError for a host tier that the engine cannot have. `block_bytes`: of
+    a KV block on each rank."""
+    if not config.kv_host_bytes:
+        return
+    asked, size = f"kv_host_bytes is {config.kv_host_bytes}", config.tensor_parallel_size
+    if not config.enable_prefix_caching:
+        raise UnsupportedModelError(
+            f"{asked}, and enable_prefix_caching is False: blocks on the host are found by their "
+            "prefixes"
+        )
+    if config.kv_host_bytes // size < block_bytes:
+        where = f" on each of {size} ranks" if size > 1 else ""
+        raise UnsupportedModelError(f"{asked}, and a KV block has {block_bytes} bytes{where}")
+
+
 def allocate_slots(num_bytes: int, kv: KVCache) -> torch.Tensor:
     """Returns as many slots of host memory as have room in so many bytes, [slots, bytes of a block]
-    uint8, page-locked for a CUDA device. Raises UnsupportedModelError if no block has, and
-    EngineMemoryError if the memory cannot be locked."""
+    uint8, page-locked for a CUDA device. Raises EngineMemoryError if the memory cannot be
+    locked."""
     assert kv.blocks is not None, "blocks are copied whole"
     block_bytes = kv.blocks.shape[1]
     num_slots = num_bytes // block_bytes
-    if not num_slots:
-        raise UnsupportedModelError(
-            f"kv_host_bytes is {num_bytes} for each rank, and a KV block has {block_bytes} bytes"
-        )
     if kv.blocks.device.type != "cuda":
         # Zeros are free on the CPU: the system allocates pages when they are first written.
         return torch.zeros((num_slots, block_bytes), dtype=torch.uint8)
@@ -259,11 +271,6 @@ def open_block_copies(config: EngineConfig, kv: KVCache, group: Group | None) ->
     """Returns the copies to the host tier, or None if the configuration has none."""
     if not config.kv_host_bytes:
         return None
-    if not config.enable_prefix_caching:
-        raise UnsupportedModelError(
-            f"kv_host_bytes is {config.kv_host_bytes}, and enable_prefix_caching is False: blocks "
-            "on the host are found by their prefixes"
-        )
     host = allocate_slots(config.kv_host_bytes // config.tensor_parallel_size, kv)
     assert kv.blocks is not None
     is_cuda = kv.blocks.device.type == "cuda"

@@ -115,7 +115,9 @@ def page_layout(config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype)
     try:
         return PageLayout(sites, dtype, has_affine=config.affine_adapters, is_int8=is_int8)
     except AdapterError as error:
-        raise UnsupportedModelError(f"lora_dtype is {config.lora_dtype}: {error}") from None
+        size = config.tensor_parallel_size
+        where = f" on each of {size} ranks" if size > 1 else ""
+        raise UnsupportedModelError(f"lora_dtype is {config.lora_dtype}: {error}{where}") from None
 
 
 def adapter_budgets(

@@ -82,13 +82,14 @@ def possible_forms(
 ) -> tuple[Int4Forms, ...]:
     """Returns the forms that the matrices may have that `resolve_int4` keeps, if config.json is all
     of the base that is at hand. They differ in what the kernels depend on: the type of the scales,
-    and whether a base of GPTQ has zero points."""
+    whether a base of GPTQ has zero points, and whether ranks dequantize what they cut by columns,
+    because these are sorted."""
     likely = resolve_int4(replace(config, load_format="dummy"), model, dtype, capability)
     if not likely:
         return (NO_INT4,)
     method = None if model.quantization is None else model.quantization.method
     zeros: tuple[bool | None, ...] = (False, True) if method == "gptq" else (None,)
-    return tuple(
+    found = tuple(
         {
             name: replace(
                 form, scale_type=kind, has_zeros=form.has_zeros if given is None else given
@@ -98,6 +99,13 @@ def possible_forms(
         for kind in (torch.float16, torch.bfloat16)
         for given in zeros
     )
+    shard = Shard(model, 0, config.tensor_parallel_size)
+    if shard.size == 1 or method == "awq":  # which sorts no columns
+        return found
+    whole = {
+        n: form for n, form in likely.items() if shard.inputs(n.removesuffix(".weight")) is None
+    }
+    return *found, whole
 
 
 def resolve_int4(

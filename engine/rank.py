@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from engine.block_copies import check_host_tier
+from engine.checks.kv_rounding import KVChange, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.device_memory import (
     EmptyDevice,
@@ -24,7 +27,7 @@ from engine.device_memory import (
 )
 from engine.device_step import DeviceSteps
 from engine.int4_forms import resolve_int4
-from engine.kv_cache import KVCache, allocate_kv_cache
+from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes
 from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
 from engine.memory_plan import DeviceUse
 from engine.model import Model
@@ -51,6 +54,7 @@ from kernels.kernel_call import KernelCall
 from kernels.rendezvous import meet
 from lora.pool import AdapterPool
 
+T = TypeVar("T")
 Steps = DeviceSteps | ReferenceSteps
 _MAX_SHARED_BYTES = 16 * 1024**2  # of an exchange; above, NCCL is as fast
 
@@ -77,6 +81,7 @@ class Rank:
         first = resolve_shard(config, whole)
         self.shard = Shard(whole, index, first.size)
         self.is_fp8 = resolve_fp8(config, self.shard.config, self.dtype, of_kernels)
+        check_host_tier(config, block_bytes(self.shard.config, self.layout, self.kv_dtype))
         if config.lora_dtype != "auto":
             page_layout(config, self.shard.sites(), self.dtype)  # refuses what it cannot hold
         self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
@@ -129,12 +134,18 @@ class Rank:
         if self.is_cuda:
             self.weight_bytes += self.model.table_bytes
 
-    def count_libraries(self, call: Callable[[], object]) -> None:
-        """Runs a call before the steps are measured, and counts the memory that libraries keep of
-        it: their first use within a step would otherwise be measured there."""
+    def compare_kv(self, pool: AdapterPool) -> KVChange:
+        """Compares the base with itself, with keys and values in the type of the cache."""
+        with explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")):
+            return self.count_libraries(
+                lambda: measure_kv_rounding(self.model, pool, self.kv_dtype, self.max_model_len)
+            )
+
+    def count_libraries(self, call: Callable[[], T]) -> T:
+        """Returns the result of a call before the steps are measured, and counts the memory that
+        libraries keep of it: their first use within a step would otherwise be measured there."""
         if not self.is_cuda:
-            call()
-            return
+            return call()
 
         def held() -> int:
             torch.cuda.synchronize(self.device)
@@ -142,8 +153,9 @@ class Rank:
             return allocated_bytes(self.device) + outside_bytes(self.device)
 
         before = held()
-        call()
+        result = call()
         self._library_bytes = max(0, held() - before)
+        return result
 
     def allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(

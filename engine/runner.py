@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -263,21 +264,10 @@ class ModelRunner:
     def _check_kv_rounding(self, config: EngineConfig) -> None:
         if config.kv_cache_dtype == "auto":
             return
-        if self.group is not None:
-            logger.warning(
-                "kv_cache_dtype is %s and tensor_parallel_size is %d: the base is not compared "
-                "with itself; an engine of one rank refuses a base that this type changes too much",
-                config.kv_cache_dtype,
-                self.group.size,
-            )
-            return
-        rank = self._rank
-        with explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")):
-            rank.count_libraries(
-                lambda: check_kv_rounding(
-                    rank.model, self.adapters, rank.kv_dtype, self.max_model_len
-                )
-            )
+        message = {"do": "compare"}
+        with self.group.together(message) if self.group is not None else nullcontext():
+            change = self._rank.compare_kv(self.adapters)
+        check_kv_rounding(change, self.dtype)
 
     def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:
         sites = self._whole_sites  # a pool of several ranks cuts adapters itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from engine.checks.kv_rounding import KVChange, check_kv_rounding, measure_kv_rounding
+from engine.checks.kv_rounding import KVChange, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.errors import UnsupportedModelError
+from engine.errors import EngineDeadError, UnsupportedModelError
 from engine.rank import Rank
 from engine.resolved import resolve_kv_dtype
 from engine.runner import ModelRunner
@@ -147,10 +148,11 @@ def test_a_base_whose_keys_are_mostly_bias_is_refused(
             tensor.mul_(300)
     save_file(tensors, file, metadata={"format": "pt"})
     make_runner(folder)
-    with pytest.raises(
-        UnsupportedModelError, match=r"kv_cache_dtype is fp8.*median KL.*use kv_cache_dtype: auto"
-    ):
-        make_runner(folder, kv_cache_dtype="fp8")
+    for size in (1, 2):
+        with pytest.raises(
+            UnsupportedModelError, match=r"kv_cache_dtype is fp8.*median KL.*kv_cache_dtype: auto"
+        ):
+            make_runner(folder, kv_cache_dtype="fp8", tensor_parallel_size=size)
 
 
 def test_old_devices_are_refused(base: Path) -> None:
@@ -162,9 +164,9 @@ def test_old_devices_are_refused(base: Path) -> None:
 
 def test_the_change_is_measured_on_both_caches(base: Path) -> None:
     runner = make_runner(base)
-    same = check_kv_rounding(runner._model, runner.adapters, torch.float32, 4096)
+    same = measure_kv_rounding(runner._model, runner.adapters, torch.float32, 4096)
     assert same == KVChange(256, 0, 0, 0.0, 0.0)
-    other = check_kv_rounding(runner._model, runner.adapters, E4M3, 4096)
+    other = measure_kv_rounding(runner._model, runner.adapters, E4M3, 4096)
     assert 0 < other.median_kl < 0.1
     assert 0 < other.argmax_changed < 0.5
     assert measure_kv_rounding(runner._model, runner.adapters, E4M3, 3).num_positions == 6
@@ -181,17 +183,33 @@ def test_a_base_without_finite_logits_is_refused_by_the_setting(tmp_path: Path) 
         make_runner(folder, kv_cache_dtype="fp8")
 
 
-def test_several_ranks_are_not_compared_and_say_so(
-    base: Path, caplog: pytest.LogCaptureFixture
+def test_two_ranks_are_compared_as_one(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens, found = [], []
+    for size in (1, 2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            runner = make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=size)
+        with closing(runner):
+            found += [line for line in caplog.messages if "keys and values in FP8 change" in line]
+            engine = Engine(config_of(runner), runner)
+            tokens.append(answers_in_turns(engine, PROMPTS, GREEDY_FEW, 1))
+    assert found[0] == found[1]
+    assert tokens[0] == tokens[1]
+
+
+_DYING_MAIN = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); from engine.rank import Rank; "
+    "Rank.compare_kv = lambda self, pool: os._exit(3); "
+    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+)
+
+
+def test_a_rank_that_dies_while_the_base_is_compared_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=2)
-    try:
-        assert "tensor_parallel_size is 2: the base is not compared with itself" in caplog.text
-        tokens = answers_in_turns(Engine(config_of(runner), runner), PROMPTS, GREEDY_FEW, 1)
-    finally:
-        runner.close()
-    alone = make_runner(base, kv_cache_dtype="fp8")
-    assert answers_in_turns(Engine(config_of(alone), alone), PROMPTS, GREEDY_FEW, 1) == tokens
+    monkeypatch.setattr("engine.parallel.group._MAIN", _DYING_MAIN)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 died with exit code 3"):
+        make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=2)
 
 
 def test_an_overflow_shows() -> None:

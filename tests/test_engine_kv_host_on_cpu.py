@@ -219,7 +219,7 @@ def test_restored_blocks_are_equal_to_the_bit(base: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"kv_host_bytes": 100}, UnsupportedModelError, "kv_host_bytes is 100 "),
+        ({"kv_host_bytes": 100}, UnsupportedModelError, "kv_host_bytes is 100, and a KV"),
         (
             {"kv_host_bytes": HOST, "enable_prefix_caching": False},
             UnsupportedModelError,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from engine.factory import FolderReader, open_engine
 from engine.resolved import resolve_device
 from engine.runner import ModelRunner
 from engine.types import Request, Sample, SamplingParams, adapter_key
+from kernels.rendezvous import meet
 from lora.adapter_key import WeightedAdapter
 from tests.engine_helpers import (
     acquire,
@@ -303,6 +305,10 @@ def _is_gone(pid: int) -> bool:
         ({"tensor_parallel_size": 4}, "4, which does not divide num_attention_heads 6"),
         ({"tensor_parallel_size": 0}, "must be between 1 and 64"),
         (
+            {"tensor_parallel_size": 2, "kv_host_bytes": 2047},
+            "kv_host_bytes is 2047, and a KV block has 1024 bytes on each of 2 ranks",
+        ),
+        (
             {"tensor_parallel_size": 2, "quantization": "fp8"},
             r"shape \[40, 48\] on each of 2 ranks",
         ),
@@ -369,6 +375,36 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     before = _children()
     with pytest.raises(EngineError, match=r"rank 1 of 2 hangs for .* could read its weights"):
         make_runner(base, tensor_parallel_size=2)
+    assert _children() == before
+
+
+_BROKEN_MAIN = (
+    "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from engine.rank import Rank; Rank.{method} = lambda self, _: {what}; "
+    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "words"),
+    [
+        ("meet", "os._exit(3)", "rank 1 of 2 died with exit code 3"),
+        ("capture", "os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 of 2 hangs for"),
+    ],
+)
+def test_a_rank_that_is_lost_during_the_start_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch, method: str, what: str, words: str
+) -> None:
+    monkeypatch.setattr(
+        "engine.parallel.group._MAIN", _BROKEN_MAIN.format(method=method, what=what)
+    )
+    if method == "meet":
+        monkeypatch.setattr("engine.rank.meet", partial(meet, timeout_s=3.0))
+    else:
+        monkeypatch.setattr("engine.parallel.group._START_SILENCE_S", 3.0)
+    before = _children()
+    with pytest.raises(EngineError, match=words):
+        make_runner(base, tensor_parallel_size=2, num_threads=1)
     assert _children() == before
 
 

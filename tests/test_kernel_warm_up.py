@@ -21,7 +21,7 @@ import torch
 
 from engine import kernel_trace, warm_batches
 from engine.config import EngineConfig, KVCacheDtype
-from engine.int4_forms import likely_forms
+from engine.int4_forms import Int4Forms, likely_forms, possible_forms
 from engine.kernel_trace import trace_kernels
 from engine.model_config import ModelConfig, parse_model_config
 from engine.warm_batches import BatchShape, step_sizes
@@ -339,6 +339,28 @@ def test_layers_in_other_forms_are_in_the_list() -> None:
     }
     assert found["some"] == found["all"] | found["none"]
     assert found["zeros"] > found["all"]
+
+
+def test_ranks_that_dequantize_what_is_sorted_find_their_kernels() -> None:
+    """They cannot cut the columns of o and down in 4 bits if these are sorted by their groups."""
+    model = replace(model_named("llama-3-8b-gptq"), num_layers=2)
+    model = replace(model, sliding_windows=model.sliding_windows[:2], ropes=model.ropes[:2])
+    config = EngineConfig("", "", adapter_pool_bytes=0, quantization="auto", tensor_parallel_size=2)
+
+    def listed(forms: Int4Forms) -> frozenset[KernelCall]:
+        return trace_kernels(config, model, torch.bfloat16, 4096, HOPPER, forms)
+
+    possible = possible_forms(config, model, torch.bfloat16, HOPPER)
+    warm = frozenset[KernelCall]().union(*map(listed, possible))
+    cut = ("o_proj.weight", "down_proj.weight")
+    kept = {
+        name: replace(form, has_order=True)
+        for name, form in likely_forms(model, 2).items()
+        if not name.endswith(cut)
+    }
+    found = listed(kept)
+    assert "kernels.triton_linear_few._linear_few_kernel" in names(found)
+    assert found <= warm
 
 
 def test_a_warm_up_leaves_out_adapters_that_the_host_has_no_room_for() -> None:

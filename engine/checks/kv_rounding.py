@@ -40,17 +40,14 @@ class KVChange:
     argmax_changed: float  # share of them
 
 
-def check_kv_rounding(
-    model: Model, pool: AdapterPool, kv_dtype: torch.dtype, max_model_len: int
-) -> KVChange:
-    """Measures the change of the logits by a KV cache of this type. Raises UnsupportedModelError if
-    the base does not stand it."""
-    change = measure_kv_rounding(model, pool, kv_dtype, max_model_len)
+def check_kv_rounding(change: KVChange, dtype: torch.dtype) -> None:
+    """Raises UnsupportedModelError if the base does not stand the change. `dtype`: of the
+    activations."""
     if change.num_without:
         raise UnsupportedModelError(
             f"kv_cache_dtype is fp8: the base cannot be compared with itself, because "
             f"{change.num_without} of {change.num_positions} random tokens have no finite logits "
-            f"in {pool.dtype} with auto either; use kv_cache_dtype: auto"
+            f"in {dtype} with auto either; use kv_cache_dtype: auto"
         )
     found = (
         f"a median KL of {change.median_kl:.4f} nats, another greedy token at "
@@ -63,12 +60,13 @@ def check_kv_rounding(
             f"{lost}; use kv_cache_dtype: auto"
         )
     logger.info("keys and values in FP8 change the base on random tokens by %s", found)
-    return change
 
 
 def measure_kv_rounding(
     model: Model, pool: AdapterPool, kv_dtype: torch.dtype, max_model_len: int
 ) -> KVChange:
+    """Measures the change of the logits by a KV cache of this type. All ranks of the model call it
+    and find the same."""
     draw = torch.Generator().manual_seed(0)
     shape = (_NUM_PROMPTS, min(_PROMPT_TOKENS, max_model_len))
     prompts = torch.randint(model.config.vocab_size, shape, generator=draw).tolist()

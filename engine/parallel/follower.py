@@ -145,6 +145,9 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
         has_affine=config.affine_adapters,
         is_int8=config.lora_dtype == "int8",
     )
+    if config.kv_cache_dtype != "auto":
+        link.receive()  # the first rank compares, too, and judges
+        rank.compare_kv(pool)
     if rank.is_cuda:
         link.send({"use": asdict(rank.measure(pool, _kernels(rank)))})
     sizes, _ = link.receive()

@@ -125,7 +125,11 @@ class Group:
         self._await_all("read its weights")
         self._watcher.start()
         self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
-        self._ranks = join(self._store)
+        try:
+            self._ranks = join(self._store)
+        except Exception as error:  # after a minute, whatever became of the others
+            reason = self._cause() or f"{self.size} ranks could not meet: {error}"
+            raise self._fail(reason) from error
         return self._ranks
 
     def receive_all(self, key: str, what: str) -> list[Any]:
@@ -226,10 +230,10 @@ class Group:
                 answer, _ = follower.link.receive()
             except (EOFError, OSError):
                 code = follower.process.wait(_EXIT_S)
-                raise EngineError(
-                    f"rank {follower.rank} of {self.size} died with exit code {code} before it "
-                    f"could {what}"
-                ) from None
+                own = f"rank {follower.rank} of {self.size} died with exit code {code}"
+                # The watcher kills all ranks for what one of them did.
+                reason = own if self._death is None else str(self._death)
+                raise EngineError(f"{reason} before it could {what}") from None
             if (error := answer.get("error")) is not None:
                 raise EngineError(f"rank {follower.rank} of {self.size} could not {what}: {error}")
             answers.append(answer)

@@ -44,8 +44,9 @@ class EngineArgs(Args):
     """Ranks that compute the base together, each with its part of every layer and of the adapters:
     processes of one replica, on one node. It divides `num_attention_heads` and `intermediate_size`
     of the base's config.json, and divides `num_key_value_heads` or is a multiple of it. On CUDA a
-    replica takes as many GPUs. More than one rank needs `quantization: none` (or `auto`, which then
-    dequantizes). `num_blocks`, `kv_cache_bytes` and `adapter_pool_bytes` are those of each rank."""
+    replica takes as many GPUs. With `quantization: fp8` the parts of each rank have widths that are
+    multiples of 16. `num_blocks`, `kv_cache_bytes` and `adapter_pool_bytes` are those of each
+    rank."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights for benchmarks; the base's folder then needs only `config.json`."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -64,13 +65,13 @@ class EngineArgs(Args):
     """The type of keys and values in the KV cache. `auto`: `dtype`. `fp8`: e4m3, rounded as they
     are written: twice the tokens of 16 bits, and attention reads half the bytes. Outputs differ,
     those of small bases visibly, and can depend on the other requests of a step and on drafts. At
-    the start the base is run on random tokens with both types and refused if it changes too much;
-    several ranks are not compared. On CUDA it needs compute capability 8.9."""
+    the start the base is run on random tokens with both types and refused if it changes too much.
+    On CUDA it needs compute capability 8.9."""
     kv_host_bytes: Bytes = Field(default=0)
     """The host memory for KV blocks that leave the device, page-locked on CUDA: prefixes are loaded
-    from it instead of computed, and preempted requests return from it. All ranks together, which
-    can have it on a CPU only. 0: none. It is allocated at the start, beside `adapter_host_bytes`.
-    vLLM's `kv_offloading_size` is the same in GiB."""
+    from it instead of computed, and preempted requests return from it. All ranks together. 0: none.
+    It is allocated at the start, beside `adapter_host_bytes`. vLLM's `kv_offloading_size` is the
+    same in GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """CUDA: the engine's share of the device memory, for weights, adapters, activations, graphs and
     KV blocks."""

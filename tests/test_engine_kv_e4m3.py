@@ -181,6 +181,7 @@ def test_a_base_without_finite_logits_is_refused_by_the_setting(tmp_path: Path) 
         make_runner(folder, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_several_ranks_are_not_compared_and_say_so(
     base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,10 +91,6 @@ class EngineLoop:
         asked.add_done_callback(lambda done: _pass_error_on(done, future))
         return future
 
-    def raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise self._death
-
     def last_step_age_s(self) -> float:
         began_s = self._step_began_s
         if self._death is not None:

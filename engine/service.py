@@ -12,18 +12,21 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 from engine.admission import EngineLimits
 from engine.core import Engine
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.loop import EngineLoop
-from engine.streams import Streams
 from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
 
 _NUM_READERS = 2  # threads that read adapter files
+
+# To the outputs of one request, on the engine's thread.
+Listener = Callable[[TokenOutput | EngineDeadError], None]
 
 
 class AdapterReader(Protocol):
@@ -63,10 +66,10 @@ class AsyncEngine:
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-reader")
         self._loading: dict[str, Future[None]] = {}
         self._loading_lock = threading.Lock()
-        self._streams = Streams()
+        self._listeners: dict[str, Listener] = {}  # by request id, of the open generators
         self._loop = EngineLoop(engine)
-        self._loop.on_step.append(lambda step: self._streams.feed(step.outputs))
-        self._loop.on_death.append(self._streams.fail)
+        self._loop.on_step.append(self._notify_step)
+        self._loop.on_death.append(self._notify_death)
 
     @property
     def model_limits(self) -> EngineLimits:
@@ -115,19 +118,27 @@ class AsyncEngine:
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Yields the outputs of all choices as they come. Closing the generator aborts unfinished
         choices."""
-        stream = self._streams.open(request.request_id)
-        if stream is None:
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[TokenOutput | EngineDeadError] = asyncio.Queue()
+
+        def listener(output: TokenOutput | EngineDeadError) -> None:
+            with suppress(RuntimeError):  # the reader's loop was closed meanwhile
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        if self._listeners.setdefault(request.request_id, listener) is not listener:
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
         num_open = 0
         try:
             await self.submit(request)
             num_open = len(request.choices)
             while num_open:
-                output = await stream.next()
+                output = await outputs.get()
+                if isinstance(output, EngineDeadError):
+                    raise output
                 num_open -= output.finish_reason is not None
                 yield output
         finally:
-            self._streams.close(request.request_id)
+            del self._listeners[request.request_id]
             if num_open:
                 self.abort(request.request_id)
 
@@ -191,6 +202,15 @@ class AsyncEngine:
         """Returns the longest recent duration of steps like the current one; infinite if unknown or
         while a command between two steps runs."""
         return self._loop.usual_step_s()
+
+    def _notify_step(self, step: StepOutput) -> None:
+        for output in step.outputs:
+            if (listener := self._listeners.get(output.request_id)) is not None:
+                listener(output)
+
+    def _notify_death(self, error: EngineDeadError) -> None:
+        for listener in tuple(self._listeners.values()):
+            listener(error)
 
     async def _between_steps(self, command: Callable[[], None]) -> None:
         await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))

@@ -12,45 +12,17 @@ import torch
 
 from kernels.backend import uses_triton
 from kernels.e4m3 import CHUNK, E4m3Rows, quantize_rows
-from kernels.few_rows import is_few
 
 MAX_MID_ROWS = 128  # beyond, the library's product is as good
 
 
-def fp8_linear(
+def fp8_linear_many(
     x: torch.Tensor,  # [T, K]
     weight: E4m3Rows,  # [N, K]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns y [T, N] in x's type."""
-    rows = quantize_rows(x)
-    if is_few(x):
-        from kernels.triton_fp8_few import launch_fp8_few
-
-        return launch_fp8_few(x, rows, weight, bias)
-    return _product_of_many(rows, weight, bias, x.dtype)
-
-
-def fp8_linear_many(x: torch.Tensor, weight: E4m3Rows, bias: torch.Tensor | None) -> torch.Tensor:
-    """Computes `fp8_linear` by the kernels of more than few rows, however few there are."""
-    return _product_of_many(quantize_rows(x), weight, bias, x.dtype)
-
-
-def reference_product(
-    rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    x = rows.values.float()
-    height = max(1, CHUNK // weight.shape[1])
-    y = torch.cat([x @ part.float().T for part in torch.split(weight.values, height)], dim=1)
-    y = y * rows.scales[:, None] * weight.scales
-    if bias is not None:
-        y += bias
-    return y.to(dtype)
-
-
-def _product_of_many(
-    rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+    """Returns y [T, N] in x's type, by the kernels of more than few rows, however few there are."""
+    rows, dtype = quantize_rows(x), x.dtype
     if uses_triton(rows.values) and rows.shape[0] <= MAX_MID_ROWS:
         from kernels.triton_fp8_mid import launch_fp8_mid
 
@@ -66,3 +38,15 @@ def _product_of_many(
             use_fast_accum=False,
         )
     return reference_product(rows, weight, bias, dtype)
+
+
+def reference_product(
+    rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    x = rows.values.float()
+    height = max(1, CHUNK // weight.shape[1])
+    y = torch.cat([x @ part.float().T for part in torch.split(weight.values, height)], dim=1)
+    y = y * rows.scales[:, None] * weight.scales
+    if bias is not None:
+        y += bias
+    return y.to(dtype)

@@ -171,6 +171,38 @@ def _widen_items(
 
 
 @gluon.jit
+def _store_item(
+    acc_a, acc_b, top, total, offsets, out_rows, out_dims, out_ptr, partial_ptr, lse_ptr,
+    arrived_ptr, sinks_ptr, seq, head, first_head, queries, merge, NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOWED: gl.constexpr,
+    rows_layout: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """Stores the result of an item, or merges it with those of the sequence's other items."""
+    out_dtype: gl.constexpr = out_ptr.dtype.element_ty
+    mine = (out_rows < queries * GROUP)[:, None] & (out_dims < 64)[None, :]
+    if sinks_ptr is not None and merge & 31 == 1:  # otherwise added when the splits merge
+        rows = gl.arange(0, 64, rows_layout)
+        exists = rows < queries * GROUP
+        total += sink_weight(sinks_ptr, head * GROUP + rows % GROUP, exists, top)
+    total = gl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding
+    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
+    acc_a = acc_a * inverse[:, None]
+    acc_b = acc_b * inverse[:, None]
+    parts = merge & 31  # 0: a window has no such item
+    if parts == 1:
+        gl.store(out_ptr + first_head * HEAD_DIM + offsets, acc_a.to(out_dtype), mask=mine)
+        if HEAD_DIM == 128:
+            target = out_ptr + first_head * HEAD_DIM + 64 + offsets
+            gl.store(target, acc_b.to(out_dtype), mask=mine)
+    elif not WINDOWED or parts > 1:
+        meet(
+            acc_a, acc_b, top, total, offsets, mine, out_ptr, partial_ptr, lse_ptr,
+            arrived_ptr, sinks_ptr, seq, head, first_head, queries, merge,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _attend_items(
     k_smem, v_smem, bars, tickets, q_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, work_ptr,
     query_start_ptr, scale, kv_lens_ptr, sinks_ptr,
@@ -179,7 +211,6 @@ def _attend_items(
     SOFT_CAP: gl.constexpr, HAS_QUERIES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_smem.dtype
-    out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     PARTS: gl.constexpr = HEAD_DIM // 64
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -271,27 +302,11 @@ def _attend_items(
             q_ptr, query_start_ptr, kv_lens_ptr, next_seq, next_unit, num_units, q_offsets, q_rows,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_QUERIES, dtype,
         )  # fmt: skip
-        mine = (out_rows < queries * GROUP)[:, None] & (out_dims < 64)[None, :]
-        if sinks_ptr is not None and merge & 31 == 1:  # otherwise added when the splits merge
-            rows = gl.arange(0, 64, rows_layout)
-            exists = rows < queries * GROUP
-            total += sink_weight(sinks_ptr, head * GROUP + rows % GROUP, exists, top)
-        total = gl.where(total == 0.0, 1.0, total)  # no keys: zeros for padding
-        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout))
-        acc_a = acc_a * inverse[:, None]
-        acc_b = acc_b * inverse[:, None]
-        parts = merge & 31  # 0: a window has no such item
-        if parts == 1:
-            gl.store(out_ptr + first_head * HEAD_DIM + offsets, acc_a.to(out_dtype), mask=mine)
-            if PARTS == 2:
-                target = out_ptr + first_head * HEAD_DIM + 64 + offsets
-                gl.store(target, acc_b.to(out_dtype), mask=mine)
-        elif not WINDOWED or parts > 1:
-            meet(
-                acc_a, acc_b, top, total, offsets, mine, out_ptr, partial_ptr, lse_ptr,
-                arrived_ptr, sinks_ptr, seq, head, first_head, queries, merge,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, MAX_SPLITS,
-            )  # fmt: skip
+        _store_item(
+            acc_a, acc_b, top, total, offsets, out_rows, out_dims, out_ptr, partial_ptr, lse_ptr,
+            arrived_ptr, sinks_ptr, seq, head, first_head, queries, merge, NUM_KV_HEADS, GROUP,
+            HEAD_DIM, MAX_SPLITS, WINDOWED, rows_layout, out_layout,
+        )  # fmt: skip
         seq, begin, end, merge, seen = next_seq, next_begin, next_end, next_merge, next_seen
         first_head, q_a, q_b = next_first, next_a, next_b
         queries, kv_len = next_queries, next_len

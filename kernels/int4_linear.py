@@ -12,28 +12,19 @@ import torch
 import torch.nn.functional
 
 from kernels.backend import uses_triton
-from kernels.few_rows import HALF_TYPES, is_few
+from kernels.few_rows import HALF_TYPES
 from kernels.int4 import Int4Rows
 
 MAX_MID_ROWS = 128
 _CHUNK = 16 * 1024 * 1024  # elements of W that the reference has in float32 at a time
 
 
-def int4_linear(
+def int4_linear_many(
     x: torch.Tensor,  # [T, K]
     weight: Int4Rows,  # [N, K]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns y [T, N] in x's type."""
-    if is_few(x):
-        from kernels.triton_int4_few import launch_int4_few
-
-        return launch_int4_few(x, sorted_columns(x, weight), weight, bias)
-    return int4_linear_many(x, weight, bias)
-
-
-def int4_linear_many(x: torch.Tensor, weight: Int4Rows, bias: torch.Tensor | None) -> torch.Tensor:
-    """Computes `int4_linear` by the kernels of more than few rows, however few there are."""
+    """Returns y [T, N] in x's type, by the kernels of more than few rows, however few there are."""
     if not uses_triton(x):
         return reference_product(x, weight, bias)
     rows = sorted_columns(x, weight)

@@ -8,20 +8,25 @@ tensors and numbers only.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional
 
 from kernels.backend import uses_triton
 from kernels.e4m3 import E4m3Rows, quantize_rows
 from kernels.few_rows import is_few
-from kernels.fp8_linear import fp8_linear, fp8_linear_many
+from kernels.fp8_linear import fp8_linear_many
 from kernels.graph_branch import Branch, can_branch
 from kernels.int4 import Int4Rows
-from kernels.int4_linear import int4_linear, int4_linear_many, sorted_columns
+from kernels.int4_linear import int4_linear_many, sorted_columns
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
 from kernels.matrix import Matrix
+
+if TYPE_CHECKING:
+    from kernels.triton_linear_few import ShrinkBeside
 
 MAX_BRANCH_ROWS = 128  # products of more rows leave no room beside them
 
@@ -31,17 +36,9 @@ def linear(
     weight: Matrix,  # [N, K]
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes torch's `linear`, up to the order of the sums; `fp8_linear` for a weight in FP8,
-    `int4_linear` for one in 4 bits."""
-    if isinstance(weight, E4m3Rows):
-        return fp8_linear(x, weight, bias)
-    if isinstance(weight, Int4Rows):
-        return int4_linear(x, weight, bias)
-    if is_few(x):
-        from kernels.triton_linear_few import launch_linear_few
-
-        return launch_linear_few(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
+    """Computes torch's `linear`, up to the order of the sums; for a weight in FP8 see `fp8_linear`,
+    for one in 4 bits `int4_linear`."""
+    return _few_product(x, weight, bias) if is_few(x) else _library_product(x, weight, bias)
 
 
 def linear_shrink(
@@ -53,22 +50,30 @@ def linear_shrink(
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns `linear` and `lora_shrink`."""
     if is_few(x, plan):
-        if isinstance(weight, E4m3Rows):
-            from kernels.triton_fp8_few import launch_fp8_shrink_few
+        from kernels.triton_linear_few import shrink_beside
 
-            return launch_fp8_shrink_few(x, quantize_rows(x), weight, bias, site, plan)
-        if isinstance(weight, Int4Rows):
-            from kernels.triton_int4_few import launch_int4_shrink_few
-
-            rows = sorted_columns(x, weight)
-            return launch_int4_shrink_few(x, rows, weight, bias, site, plan)
-        from kernels.triton_linear_few import launch_linear_shrink_few
-
-        return launch_linear_shrink_few(x, weight, bias, site, plan)
+        shrink = shrink_beside(x, site, plan)
+        return _few_product(x, weight, bias, shrink), shrink.bridge
     if _has_branch(x, plan):
         return _linear_beside_shrink(x, weight, bias, site, plan)
     y = _library_product(x, weight, bias)
     return y, lora_shrink(x, site, plan)
+
+
+def _few_product(
+    x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, shrink: ShrinkBeside | None = None
+) -> torch.Tensor:
+    if isinstance(weight, E4m3Rows):
+        from kernels.triton_fp8_few import launch_fp8_few
+
+        return launch_fp8_few(x, quantize_rows(x), weight, bias, shrink)
+    if isinstance(weight, Int4Rows):
+        from kernels.triton_int4_few import launch_int4_few
+
+        return launch_int4_few(x, sorted_columns(x, weight), weight, bias, shrink=shrink)
+    from kernels.triton_linear_few import launch_linear_few
+
+    return launch_linear_few(x, weight, bias, shrink)
 
 
 def _library_product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

@@ -148,30 +148,19 @@ def write_lora_plan(
     if weights is not None:
         flat_weights = np.fromiter(chain.from_iterable(merged_weights), np.float32, len(flat))
         factors = flat_weights.view(np.int32)
-    small_start, unit_start, large_start, counter_start, page_start, weight_start, _ = layout.starts
+    page_start, weight_start = layout.starts[4:6]
     out[page_start : page_start + len(flat)] = flat
     out[weight_start : weight_start + len(flat)] = factors
     first = np.array([pages[0] if pages else 0 for pages, _ in merged], dtype=np.int64)
     fields = np.stack((row_ends - num_rows, num_rows, num_pages, page_ends - num_pages, first))
-    num_big = num_big_rows = 0
+    big, num_big, num_big_rows = None, 0, 0
     if large:
         is_large = num_rows >= LARGE_MIN_RUN
         big = _tiles(fields[:, is_large], LARGE_ROWS)
         fields, num_big, num_big_rows = fields[:, ~is_large], big.shape[1], int(big[1].sum())
     small = _tiles(fields, SMALL_ROWS)
     units = _units(small, flat, factors)
-    for name, count, room in (
-        ("small tiles", small.shape[1], layout.small),
-        ("large tiles", num_big, layout.large),
-        ("units", units.shape[1], layout.units),
-    ):
-        if count > room:
-            raise ValueError(f"{count} {name} in a plan for {room}")
-    _put(out, small_start, TILE_FIELDS, small)
-    _put(out, unit_start, UNIT_FIELDS, units)
-    if num_big:
-        _put(out, large_start, TILE_FIELDS, big)
-        out[counter_start : counter_start + num_big * COUNTERS] = 0
+    _write_tables(out, layout, small, units, big)
     header = (
         small.shape[1],
         units.shape[1],
@@ -185,6 +174,31 @@ def write_lora_plan(
     out[EMBEDDING_SMALL] = header[0] if has_embedding else 0
     out[EMBEDDING_LARGE] = num_big if has_embedding else 0
     return LoraPlanCounts(num_tokens, *header, has_embedding)
+
+
+def _write_tables(
+    out: NDArray[np.int32],
+    layout: _Layout,
+    small: NDArray[np.int64],
+    units: NDArray[np.int64],
+    big: NDArray[np.int64] | None,
+) -> None:
+    """Writes the tiles and the units of the small ones, and clears the counters of the large
+    ones."""
+    num_big = 0 if big is None else big.shape[1]
+    for name, count, room in (
+        ("small tiles", small.shape[1], layout.small),
+        ("large tiles", num_big, layout.large),
+        ("units", units.shape[1], layout.units),
+    ):
+        if count > room:
+            raise ValueError(f"{count} {name} in a plan for {room}")
+    small_start, unit_start, large_start, counter_start, *_ = layout.starts
+    _put(out, small_start, TILE_FIELDS, small)
+    _put(out, unit_start, UNIT_FIELDS, units)
+    if big is not None and num_big:
+        _put(out, large_start, TILE_FIELDS, big)
+        out[counter_start : counter_start + num_big * COUNTERS] = 0
 
 
 def _merge(

@@ -16,8 +16,6 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.e4m3 import E4m3Rows
 from kernels.few_rows import FEW_ROWS
-from kernels.lora_plan import Bridge, LoraPlan
-from kernels.lora_rows import SiteRows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_linear_few import (
     BLOCK_K,
@@ -26,7 +24,6 @@ from kernels.triton_linear_few import (
     STAGES,
     ShrinkBeside,
     no_shrink,
-    shrink_beside,
     shrink_unit,
 )
 from kernels.triton_lora_tiles import page_dot
@@ -136,40 +133,19 @@ _launch = Launcher(_fp8_few_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_fp8_few(
-    x: torch.Tensor, rows: E4m3Rows, weight: E4m3Rows, bias: torch.Tensor | None
+    x: torch.Tensor,
+    rows: E4m3Rows,
+    weight: E4m3Rows,
+    bias: torch.Tensor | None,
+    shrink: ShrinkBeside | None = None,
 ) -> torch.Tensor:
-    """Maps x [T, K] and the same quantised to y [T, N], T at most FEW_ROWS."""
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, rows, weight, bias, y, no_shrink(x, y))
-    return y
-
-
-def launch_fp8_shrink_few(
-    x: torch.Tensor,
-    rows: E4m3Rows,
-    weight: E4m3Rows,
-    bias: torch.Tensor | None,
-    site: SiteRows,
-    plan: LoraPlan,
-) -> tuple[torch.Tensor, Bridge]:
-    """Returns y as `launch_fp8_few` does, and the shrink of x as it was before it was quantised."""
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    shrink = shrink_beside(x, site, plan)
-    _start(x, rows, weight, bias, y, shrink)
-    return y, shrink.bridge
-
-
-def _start(
-    x: torch.Tensor,
-    rows: E4m3Rows,
-    weight: E4m3Rows,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    shrink: ShrinkBeside,
-) -> None:
+    """Maps x [T, K] and the same quantised to y [T, N], T at most FEW_ROWS. The shrink beside it is
+    of x as it was before it was quantised."""
     assert x.stride(1) == 1
     assert weight.values.is_contiguous()
     height, width = weight.shape
+    y = x.new_empty((x.shape[0], height))
+    shrink = shrink or no_shrink(x, y)
     quantised = (rows.values, rows.scales, weight.values, weight.scales)
     _launch(
         (shrink.num_programs + -(-height // BLOCK_N), 1, 1),
@@ -193,3 +169,4 @@ def _start(
         ),
         SPLIT,
     )
+    return y

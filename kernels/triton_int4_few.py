@@ -22,17 +22,9 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.few_rows import FEW_ROWS
 from kernels.int4 import Int4Rows
-from kernels.lora_plan import Bridge, LoraPlan
-from kernels.lora_rows import SiteRows
 from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
-from kernels.triton_linear_few import (
-    SHORT_CHUNK,
-    ShrinkBeside,
-    no_shrink,
-    shrink_beside,
-    shrink_unit,
-)
+from kernels.triton_linear_few import SHORT_CHUNK, ShrinkBeside, no_shrink, shrink_unit
 
 WALKED = 128  # bytes of a row that a warp reads at a time
 _MULTIPROCESSORS = 132  # of an H100
@@ -180,43 +172,16 @@ def launch_int4_few(
     weight: Int4Rows,
     bias: torch.Tensor | None,
     tile: FewTile | None = None,
+    shrink: ShrinkBeside | None = None,
 ) -> torch.Tensor:
     """Maps x [T, K], and the same with columns in the order of the weight's, to y [T, N], T at most
-    FEW_ROWS."""
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    tile = tile or tile_for(weight.shape[0], on_hopper=is_hopper(x))
-    _start(x, rows, weight, bias, y, tile, no_shrink(x, y))
-    return y
-
-
-def launch_int4_shrink_few(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    weight: Int4Rows,
-    bias: torch.Tensor | None,
-    site: SiteRows,
-    plan: LoraPlan,
-) -> tuple[torch.Tensor, Bridge]:
-    """Returns y as `launch_int4_few` does, and the shrink of x."""
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    tile = tile_for(weight.shape[0], on_hopper=is_hopper(x))
-    shrink = shrink_beside(x, site, plan)
-    _start(x, rows, weight, bias, y, tile, shrink)
-    return y, shrink.bridge
-
-
-def _start(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    weight: Int4Rows,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    tile: FewTile,
-    shrink: ShrinkBeside,
-) -> None:
+    FEW_ROWS. The shrink beside it is of x."""
     assert x.stride(1) == 1
     assert rows.stride(1) == 1
     height, width = weight.shape
+    y = x.new_empty((x.shape[0], height))
+    tile = tile or tile_for(height, on_hopper=is_hopper(x))
+    shrink = shrink or no_shrink(x, y)
     values, scales, zeros = pointers(weight)
     warps = tile.num_warps
     _launch(
@@ -245,6 +210,7 @@ def _start(
         ),
         warps,
     )
+    return y
 
 
 def tile_for(height: int, *, on_hopper: bool) -> FewTile:

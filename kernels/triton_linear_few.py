@@ -187,27 +187,6 @@ def _linear_few_kernel(
 _launch = Launcher(_linear_few_kernel, launch_pdl=OVERLAPS)
 
 
-def launch_linear_few(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    _start(x, weight, bias, y, no_shrink(x, y))
-    return y
-
-
-def launch_linear_shrink_few(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    site: SiteRows,
-    plan: LoraPlan,
-) -> tuple[torch.Tensor, Bridge]:
-    y = x.new_empty((x.shape[0], weight.shape[0]))
-    shrink = shrink_beside(x, site, plan)
-    _start(x, weight, bias, y, shrink)
-    return y, shrink.bridge
-
-
 class ShrinkBeside(NamedTuple):
     """The arguments of a product's launch for the programs of the shrink beside it."""
 
@@ -245,16 +224,17 @@ def shrink_beside(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> ShrinkBesi
     )
 
 
-def _start(
+def launch_linear_few(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    y: torch.Tensor,
-    shrink: ShrinkBeside,
-) -> None:
+    shrink: ShrinkBeside | None = None,
+) -> torch.Tensor:
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     height, width = weight.shape
+    y = x.new_empty((x.shape[0], height))
+    shrink = shrink or no_shrink(x, y)
     _launch(
         (shrink.num_programs + -(-height // BLOCK_N), 1, 1),
         (x, weight, weight if bias is None else bias, y, *shrink.tensors[:2]),
@@ -276,3 +256,4 @@ def _start(
         ),
         SPLIT,
     )
+    return y

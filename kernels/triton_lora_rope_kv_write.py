@@ -177,6 +177,47 @@ def _request_tile(
     return row, rows, num_pages, first, at_bridge, entry, affine, low_b, high_b, slot, cos, sin
 
 
+@triton.jit
+def _add_delta(
+    low, high, h, low_b, high_b, affine, heap_ptr, entries_ptr, pages_ptr, planes_ptr, num_pages,
+    first, at_bridge, rows, num_rows, block, blocks, begin, low_columns, gap, width,
+    STRIDE: tl.constexpr, AFFINE: tl.constexpr, HALF: tl.constexpr, TURNING: tl.constexpr,
+    NUM_PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns both halves of a head with the adapter's part: h times B of its first page, which is
+    loaded, and of its further pages, and the affine rows."""
+    low_sum, high_sum = low.to(tl.float32), high.to(tl.float32)
+    if AFFINE:  # noqa: SIM102  this condition is the compiler's
+        if affine != 0:
+            low_sum = _affine_half(
+                low_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, low.dtype,
+                False,
+            )  # fmt: skip
+            high_sum = _affine_half(
+                high_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING, low.dtype,
+                True,
+            )  # fmt: skip
+    low_sum = swap_columns(low_sum, ROWS, LANES)
+    high_sum = swap_columns(high_sum, ROWS, LANES)
+    low_sum = drop_rows(add_page(low_sum, h, low_b, ROWS, LANES, low.dtype, not EXACT), ROWS)
+    high_sum = drop_rows(add_page(high_sum, h, high_b, ROWS, LANES, low.dtype, not EXACT), ROWS)
+    for i in range(1, num_pages):
+        more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+        more_low = load_block(heap_ptr, more, low_columns, width, LANES, LANES == HALF)
+        more_high = load_block(heap_ptr, more, low_columns + gap, width, LANES, LANES == HALF)
+        # Beyond the rank of this module the bridge holds arbitrary values.
+        more_h = load_bridge_rows(
+            planes_ptr, block + i, blocks, at_bridge, tl.where(more != 0, rows, 0), num_rows,
+            NUM_PLANES, ROWS,
+        )  # fmt: skip
+        low_sum = add_page(low_sum, more_h, more_low, ROWS, LANES, low.dtype, not EXACT)
+        high_sum = add_page(high_sum, more_h, more_high, ROWS, LANES, low.dtype, not EXACT)
+        low_sum, high_sum = drop_rows(low_sum, ROWS), drop_rows(high_sum, ROWS)
+    low = swap_columns(low_sum, ROWS, LANES).to(low.dtype)
+    high = swap_columns(high_sum, ROWS, LANES).to(high.dtype)
+    return low, high
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
         "header_ptr",
@@ -265,40 +306,12 @@ def _lora_rope_kernel(
         low = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, False)
         high = _load_half(x_at, live, ROWS, HALF, LANES, TURNING, True)
         if owns:  # a row without a delta keeps its bits, also those of -0
-            low_sum, high_sum = low.to(tl.float32), high.to(tl.float32)
-            if AFFINE:  # noqa: SIM102  this condition is the compiler's
-                if affine != 0:
-                    begin = head * (2 * HALF)
-                    low_sum = _affine_half(
-                        low_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING,
-                        low.dtype, False,
-                    )  # fmt: skip
-                    high_sum = _affine_half(
-                        high_sum, heap_ptr, affine, begin, width, ROWS, HALF, LANES, TURNING,
-                        low.dtype, True,
-                    )  # fmt: skip
-            low_sum = swap_columns(low_sum, ROWS, LANES)
-            high_sum = swap_columns(high_sum, ROWS, LANES)
-            low_sum = drop_rows(
-                add_page(low_sum, h, low_b, ROWS, LANES, low.dtype, not EXACT), ROWS
-            )
-            high_sum = drop_rows(
-                add_page(high_sum, h, high_b, ROWS, LANES, low.dtype, not EXACT), ROWS
-            )
-            for i in range(1, num_pages):
-                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
-                more_low = load_block(heap_ptr, more, low_columns, width, LANES, IS_EVEN)
-                more_high = load_block(heap_ptr, more, low_columns + gap, width, LANES, IS_EVEN)
-                # Beyond the rank of this module the bridge holds arbitrary values.
-                more_h = load_bridge_rows(
-                    planes_ptr, block + i, blocks, at_bridge, tl.where(more != 0, rows, 0),
-                    num_rows, NUM_PLANES, ROWS,
-                )  # fmt: skip
-                low_sum = add_page(low_sum, more_h, more_low, ROWS, LANES, low.dtype, not EXACT)
-                high_sum = add_page(high_sum, more_h, more_high, ROWS, LANES, low.dtype, not EXACT)
-                low_sum, high_sum = drop_rows(low_sum, ROWS), drop_rows(high_sum, ROWS)
-            low = swap_columns(low_sum, ROWS, LANES).to(low.dtype)
-            high = swap_columns(high_sum, ROWS, LANES).to(high.dtype)
+            low, high = _add_delta(
+                low, high, h, low_b, high_b, affine, heap_ptr, entries_ptr, pages_ptr, planes_ptr,
+                num_pages, first, at_bridge, rows, num_rows, block, blocks, head * (2 * HALF),
+                low_columns, gap, width, STRIDE, AFFINE, HALF, TURNING, NUM_PLANES, ROWS, LANES,
+                EXACT,
+            )  # fmt: skip
         if part != 2:
             if HAS_NORM:
                 if not IS_EVEN:

@@ -37,6 +37,32 @@ NUM_WARPS = 4
 STAGES = 3
 
 
+@triton.jit
+def _find_delta(
+    h, h_at, page_stride, owned, entry, num_pages, first, heap_ptr, entries_ptr, pages_ptr,
+    b_columns, b_gap, width, TYPE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, IS_EVEN: tl.constexpr, IS_SINGLE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Returns h times B for both halves of a head. `h`: that of the first page, which all heads of
+    the program have in common; further pages' are loaded from `h_at` with each B."""
+    delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    if IS_SINGLE:
+        low_b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
+        high_b = load_strip(heap_ptr, entry, b_columns + b_gap, width, IS_EVEN)
+        delta_low = page_dot(h, low_b, delta_low, TYPE, not EXACT)
+        delta_high = page_dot(h, high_b, delta_high, TYPE, not EXACT)
+    else:
+        for i in range(num_pages):
+            more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+            low_b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
+            high_b = load_strip(heap_ptr, more, b_columns + b_gap, width, IS_EVEN)
+            h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
+            delta_low = page_dot(h, low_b, delta_low, TYPE, not EXACT)
+            delta_high = page_dot(h, high_b, delta_high, TYPE, not EXACT)
+    return delta_low, delta_high
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
         "header_ptr",
@@ -123,8 +149,7 @@ def _lora_rope_large_kernel(
     page_stride = num_rows.to(tl.int64) * PAGE
     h_at = sums_ptr + (at_bridge + offsets)[:, None] * PAGE + tl.arange(0, PAGE)[None, :]
     h_at += part * rank_pages * page_stride
-    if IS_SINGLE:
-        h = tl.load(h_at, mask=owned, other=0.0)
+    h = tl.load(h_at, mask=owned, other=0.0)
     cached: tl.constexpr = k_cache_ptr.dtype.element_ty
     cache_ptr = tl.where(part == 1, k_cache_ptr, v_cache_ptr)
     end = tl.minimum(first_head + HEADS, heads)
@@ -137,21 +162,10 @@ def _lora_rope_large_kernel(
         x_at = qkv_ptr + token[:, None] * STRIDE_QKV + (before * (2 * HALF) + low_columns)[None, :]
         low = tl.load(x_at, mask=inside, other=0.0)
         high = tl.load(x_at + gap, mask=inside, other=0.0)
-        delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
-        delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
-        if IS_SINGLE:
-            low_b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
-            high_b = load_strip(heap_ptr, entry, b_columns + b_gap, width, IS_EVEN)
-            delta_low = page_dot(h, low_b, delta_low, low.dtype, not EXACT)
-            delta_high = page_dot(h, high_b, delta_high, high.dtype, not EXACT)
-        else:
-            for i in range(num_pages):
-                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
-                low_b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
-                high_b = load_strip(heap_ptr, more, b_columns + b_gap, width, IS_EVEN)
-                h = tl.load(h_at + i * page_stride, mask=owned & (more != 0), other=0.0)
-                delta_low = page_dot(h, low_b, delta_low, low.dtype, not EXACT)
-                delta_high = page_dot(h, high_b, delta_high, high.dtype, not EXACT)
+        delta_low, delta_high = _find_delta(
+            h, h_at, page_stride, owned, entry, num_pages, first, heap_ptr, entries_ptr, pages_ptr,
+            b_columns, b_gap, width, low.dtype, STRIDE, ROWS, LANES, IS_EVEN, IS_SINGLE, EXACT,
+        )  # fmt: skip
         low = add_delta(low, delta_low, owns, heap_ptr, affine, low_columns, width, AFFINE)
         high = add_delta(high, delta_high, owns, heap_ptr, affine, low_columns + gap, width, AFFINE)
         if part != 2:

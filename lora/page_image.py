@@ -145,9 +145,6 @@ class PageLayout:
         """Returns the bytes of the device that the adapter takes."""
         return self._bytes_of(_shapes(adapter))
 
-    def first_entry(self, site: str) -> int:
-        return next(entry for entry, strip in enumerate(self.strips) if strip.site == site)
-
     def pack(
         self,
         adapter: Adapter,

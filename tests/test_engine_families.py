@@ -240,7 +240,7 @@ def test_the_slices_of_a_fused_module_share_one_a(tmp_path: Path) -> None:
     rows = 20 * (config.hidden_size + config.q_size + 2 * config.kv_size)
     tensors = 4 * config.num_layers * rows
     assert tensors <= packed.image.numel() < tensors + 256 * packed.num_pages * 4 * 3
-    first = layout.first_entry("model.layers.1.qkv")
+    first = [strip.site for strip in layout.strips].index("model.layers.1.qkv")
     for page in packed.entries:
         assert len(set(page[first : first + 3].tolist())) == 1
         assert len(set(page[first : first + 6].tolist())) == 4

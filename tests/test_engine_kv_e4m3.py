@@ -183,6 +183,7 @@ def test_a_base_without_finite_logits_is_refused_by_the_setting(tmp_path: Path) 
         make_runner(folder, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_two_ranks_are_compared_as_one(base: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokens, found = [], []
     for size in (1, 2):
@@ -204,6 +205,7 @@ _DYING_MAIN = (
 )
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_base_is_compared_is_named(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import RegistryUnavailableError
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.messages import AdapterPlan
+from serve_app.replica import adapter_loads
 from serve_app.replica.adapter_keeper import AdapterKeeper
 from serve_app.replica.adapter_loads import AdapterLoads, LoadResult, slowest
 from tests.fakes_engine import REFUSED, PacedEngine
@@ -232,8 +233,9 @@ async def test_one_adapter_that_cannot_be_loaded_fails_the_request(replica: Repl
 
 
 async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
-    replica: Replica,
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adapter_loads, "_PUBLISH_EVERY_S", 1000.0)  # hence after the load only
     told: list[tuple[tuple[str, ...], float, float]] = []
     broken = [OSError("the disk is away")]
 
@@ -250,6 +252,7 @@ async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
         await until(lambda: len(told) == 1)
         assert first.digest in told[0][0]
         assert told[0][1] > 0.0 == told[0][2]
+        monkeypatch.setattr(adapter_loads, "_PUBLISH_EVERY_S", 0.1)
         second = replica.adapter("second")  # by another process
         await until(lambda: len(told) == 2)
         assert second.digest in told[1][0]

@@ -11,11 +11,11 @@ from ray import serve
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
 from serve_app.autoscaling.stats import ScalingStats
+from serve_app.control import fleet
 from serve_app.control.base_sleep import ScaleToZero
 from serve_app.control.broadcaster import Broadcaster
-from serve_app.control.fleet import backlog_is_due
 from serve_app.dispatch.activity import Activity
-from serve_app.messages import REPORT_INTERVAL_S, Backlog, BaseActivity, IngressReport
+from serve_app.messages import Backlog, BaseActivity, IngressReport
 from tests.waiting import until
 
 LIMITS = EngineLimits(4096, 1000, 50_000, max_num_seqs=8, max_num_batched_tokens=512)
@@ -91,7 +91,10 @@ def test_an_ingress_reports_what_its_queue_says() -> None:
     assert (quiet.backlog, busy) == (Backlog(), replace(quiet, backlog=Backlog(2, 50)))
 
 
-async def test_engines_hear_of_a_backlog_once_a_second_and_once_of_its_end() -> None:
+async def test_engines_hear_of_a_backlog_once_an_interval_and_once_of_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet, "REPORT_INTERVAL_S", 0.1)
     sent: list[tuple[str, Backlog]] = []
 
     async def send(app_name: str, backlog: Backlog) -> int:
@@ -100,14 +103,14 @@ async def test_engines_hear_of_a_backlog_once_a_second_and_once_of_its_end() -> 
             raise TimeoutError
         return 0
 
-    broadcaster = Broadcaster("backlog", "set_backlog", backlog_is_due, send)
+    broadcaster = Broadcaster("backlog", "set_backlog", fleet.backlog_is_due, send)
     broadcaster.publish({"quiet": Backlog(), "busy": Backlog(1, 10)})
     await until(lambda: bool(sent))
     broadcaster.publish({"quiet": Backlog(), "busy": Backlog(2, 20)})  # too early
     await asyncio.sleep(0)
     assert sent == [("busy", Backlog(1, 10))]
     for backlog in (Backlog(2, 20), Backlog(), Backlog()):
-        await asyncio.sleep(REPORT_INTERVAL_S)
+        await asyncio.sleep(fleet.REPORT_INTERVAL_S)
         broadcaster.publish({"quiet": Backlog(), "busy": backlog})
     await until(lambda: len(sent) == 3)
     assert sent[1:] == [("busy", Backlog(2, 20)), ("busy", Backlog())]

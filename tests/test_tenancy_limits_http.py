@@ -54,12 +54,12 @@ async def served(policy: KeyPolicy) -> AsyncIterator[tuple[IngressState, Caller,
 
     accounts = Accounts("i0", lease, record, lambda: 1)
     state = replace(make_state(), accounts=accounts)
-    accounts.limits.start()
+    accounts.start()
     accounts.check_tasks()
     caller = Caller("k", policy)
     yield state, caller, _Authenticated(build_asgi(state), caller)
-    assert accounts.limits._task is not None
-    accounts.limits._task.cancel()
+    for task in accounts._tasks:
+        task.cancel()
 
 
 def client_of(app: ASGIApp) -> openai.AsyncOpenAI:

@@ -43,7 +43,6 @@ _EXACTLY_ONE = 2**-7
 
 @dataclass(frozen=True, slots=True)
 class FoldReport:
-    num_modules: int
     largest_scale: float
     smallest_scale: float
 
@@ -200,7 +199,7 @@ def fold_adapter(
     (out / CONFIG_FILE).write_text(json.dumps(fields | {FOLDED_FOR: base_digest}, indent=1) + "\n")
     save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
     lows, highs = zip(*seen.values(), strict=True) if seen else ((1.0,), (1.0,))
-    return FoldReport(len(seen), max(highs), min(lows))
+    return FoldReport(max(highs), min(lows))
 
 
 def _times(tensor: torch.Tensor, scales: torch.Tensor, key: str) -> torch.Tensor:

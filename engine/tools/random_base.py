@@ -41,14 +41,10 @@ class RandomShape:
 
 
 def write_random_base(
-    shape: RandomShape,
-    tokenizer_folder: Path,
-    out_dir: Path,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
+    shape: RandomShape, tokenizer_folder: Path, out_dir: Path, *, seed: int = 0
 ) -> None:
-    """Writes `out_dir` as a whole or not at all; the same arguments give the same bytes."""
+    """Writes `out_dir` as a whole or not at all; the same arguments give the same bytes, in
+    bfloat16."""
     source = read_json(tokenizer_folder / "config.json")
     if source is None:
         raise FileNotFoundError(f"{tokenizer_folder} holds no config.json")
@@ -69,13 +65,13 @@ def write_random_base(
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": True,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": "bfloat16",
     }
     config = parse_model_config(raw, {})
     generator = torch.Generator().manual_seed(seed)
     norm = 1.0 - config.family.norm_offset
     tensors = {
-        name: _random_tensor(name, dims, generator, norm).to(dtype)
+        name: _random_tensor(name, dims, generator, norm).to(torch.bfloat16)
         for name, dims in expected_shapes(config).items()
     }
     out_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,7 @@ from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
+from serve_app.tenancy.caller import Caller
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -105,27 +106,14 @@ async def complete(
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
             record.set_route(route.resolution, "" if route.arm is None else route.arm.arm)
-            queue = state.queues.of(route.handle)
-            queue.check(_routing_request(state, route, client, ()))
+            state.queues.of(route.handle).check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
             copied = await _prepare_copy(state, route, client, raw, prepared)
             del raw  # a thousand requests may wait for an engine
-            max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
-            account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
-            if account is not None:
-                scope.callback(account.close)
-            queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
-            scope.callback(queue.close, queued)
-            record.queue_s = queued.waited_s
-            on_tokens = partial(queue.set_generated, queued)
-            completion = _make_completion(state, route, prepared, copied, on_tokens, record)
-            scope.callback(completion.close)
-            if account is not None:
-                account.completion = completion
-            scope.watch_client(http.receive, completion.client_left)
+            completion = await _begin(state, http, scope, caller, route, prepared, copied, record)
             content = await (completion.read() if body.stream else completion.whole())
             if is_wanted(http):
-                times = arrival_s, queued.waited_s, completion.first_token_s
+                times = arrival_s, record.queue_s, completion.first_token_s
                 headers |= explain_headers(http, prepared, *times)
             response = _response(content, completion, scope, is_stream=bool(body.stream))
     except asyncio.CancelledError as error:
@@ -137,6 +125,35 @@ async def complete(
         response = error_response(named(error, body), http.url.path)
     response.headers.update(headers | accounting.headers(state, caller, http.url.path))
     return response
+
+
+async def _begin(
+    state: IngressState,
+    http: HttpRequest,
+    scope: RequestScope,
+    caller: Caller | None,
+    route: Route,
+    prepared: PreparedRequest,
+    copied: PreparedRequest | None,
+    record: RequestRecord,
+) -> Completion:
+    """Waits until the limits of the client's key and the queue of the base let the request pass.
+    Returns its completion. `scope` releases all that the request then holds."""
+    queue = state.queues.of(route.handle)
+    max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
+    account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
+    if account is not None:
+        scope.callback(account.close)
+    queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
+    scope.callback(queue.close, queued)
+    record.queue_s = queued.waited_s
+    on_tokens = partial(queue.set_generated, queued)
+    completion = _make_completion(state, route, prepared, copied, on_tokens, record)
+    scope.callback(completion.close)
+    if account is not None:
+        account.completion = completion
+    scope.watch_client(http.receive, completion.client_left)
+    return completion
 
 
 def _response(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -122,43 +122,69 @@ def register_adapter(
     with _refused(what):
         _check_lineage(folder, found, unquantized_base, force, has_parity=parity is not None)
     base_folder = registry.fetch(found, cache, progress=progress)
-    original, plan = folder, None
+    plan = None
     with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
             if parity is not None:  # whether there are packages and memory, before all work
                 plan = plan_parity(folder, base_folder, len(effect.PROBES))
-            limits = limits or ConversionLimits(MAX_ERROR)
-            made = convert_adapter(
-                folder, base_folder, _new_folder(scratch, "lora"), limits, _notice(progress)
+            servable = _make_servable(
+                folder, base_folder, scratch, found, limits, unquantized_base, progress
             )
-            words = [made.words] if made is not None and made.words else []
-            folder = folder if made is None else Path(scratch) / "lora"
-            if unquantized_base is not None:
-                folded = _new_folder(scratch, "folded")
-                fold = fold_adapter(folder, base_folder, found.digest, unquantized_base, folded)
-                folder = folded
-                words.append(fold.words)
-            report = check_adapter(folder, base_folder)
+            report = check_adapter(servable.folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
                 raise RegistrationError(f"{report.warnings[0]}{_REMEDY}")
-            found_out = effect.prove(folder, name, base_folder, mode=probe)
+            found_out = effect.prove(servable.folder, name, base_folder, mode=probe)
             if plan is not None and parity is not None and found_out.verdict != "refused":
                 found_out = effect.with_parity(
-                    found_out, plan, folder, original, base_folder, parity
+                    found_out, plan, servable.folder, folder, base_folder, parity
                 )
         _check_effect(name, found_out, allow_noop)
         version = registry.register_adapter(
-            folder,
+            servable.folder,
             name,
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
-            facts=_facts(report, words),
+            facts=_facts(report, servable.words),
             alias=alias,
             effect=effect.record(found_out, name, found),
             progress=progress,
         )
-    notes = () if made is None else made.notes
-    return Registration(version, (*notes, *report.warnings, *found_out.warnings), found_out)
+    return Registration(
+        version, (*servable.notes, *report.warnings, *found_out.warnings), found_out
+    )
+
+
+class _Servable(NamedTuple):
+    """An adapter as engines read it, what was done to it, and sentences for the user."""
+
+    folder: Path
+    words: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _make_servable(
+    folder: Path,
+    base_folder: Path,
+    scratch: str,
+    base: BaseVersion,
+    limits: ConversionLimits | None,
+    unquantized_base: Path | None,
+    progress: Progress,
+) -> _Servable:
+    """Converts an adapter of another kind to LoRA, and folds one of an AWQ base, in `scratch`."""
+    limits = limits or ConversionLimits(MAX_ERROR)
+    made = convert_adapter(
+        folder, base_folder, _new_folder(scratch, "lora"), limits, _notice(progress)
+    )
+    result = _Servable(folder)
+    if made is not None:
+        words = (made.words,) if made.words else ()
+        result = _Servable(Path(scratch) / "lora", words, made.notes)
+    if unquantized_base is not None:
+        folded = _new_folder(scratch, "folded")
+        fold = fold_adapter(result.folder, base_folder, base.digest, unquantized_base, folded)
+        result = _Servable(folded, (*result.words, fold.words), result.notes)
+    return result
 
 
 def _find_base(registry: Registry, name: str, base: str) -> BaseVersion:

@@ -1,62 +1,83 @@
-"""The manager's remote methods about keys and the audit log."""
+"""The manager's remote methods about keys, their limits and use, and the audit log."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.admin_api import KeyLine
 from serve_app.config import TenancyArgs, database_url, key_pepper
+from serve_app.control.key_limits import KeyLimits
 from serve_app.errors import ApiError
 from serve_app.ray_calls import refusing
-from serve_app.tenancy.orders import Act, KeyOrder
+from serve_app.tenancy.leases import Grants, LeaseRequest
+from serve_app.tenancy.orders import Act, KeyOrder, UsageGroup, UsageQuery
 from serve_app.tenancy.table import KeyDelta
+from serve_app.tenancy.usage import UsageBatch
 
 if TYPE_CHECKING:
     from serve_app.tenancy.service import KeyService
+
+T = TypeVar("T")
 
 
 class KeyCalls:
     """A base of `Manager`."""
 
-    _keys: KeyService | None  # None: tenancy.enabled is false
+    # None: tenancy.enabled is false.
+    _keys: KeyService | None
+    _limits: KeyLimits | None
 
     async def key_delta(self, known: str, timeout_s: float) -> KeyDelta | None:
         """See `KeyService.delta`."""
-        return await self._opened_keys().delta(known, timeout_s)
+        return await _opened(self._keys).delta(known, timeout_s)
 
     @refusing
     async def order_key(self, order: KeyOrder) -> tuple[KeyLine, str]:
         """See `KeyService.order`."""
-        return await self._opened_keys().order(order)
+        return await _opened(self._keys).order(order)
 
     @refusing
     async def revoke_keys(self, actor: str, references: Sequence[str]) -> list[str]:
         """See `KeyService.revoke`."""
-        return await self._opened_keys().revoke(actor, references)
+        return await _opened(self._keys).revoke(actor, references)
 
     @refusing
     async def key_lines(self) -> list[KeyLine]:
-        return await self._opened_keys().lines()
+        return await _opened(self._keys).lines()
 
     @refusing
     async def key_line(self, reference: str) -> KeyLine:
-        return await self._opened_keys().line(reference)
+        return await _opened(self._keys).line(reference)
 
     async def note_act(self, act: Act) -> None:
-        await self._opened_keys().note(act)
+        await _opened(self._keys).note(act)
 
     @refusing
     async def acts(self, limit: int, before_id: int | None) -> list[dict[str, Any]]:
-        return await self._opened_keys().acts(limit, before_id)
+        return await _opened(self._keys).acts(limit, before_id)
 
-    def _opened_keys(self) -> KeyService:
-        if self._keys is None:
-            raise ApiError(
-                404, "Keys are off: set tenancy.enabled in the config file.", code="keys_off"
-            )
-        return self._keys
+    async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
+        """See `Leases.grant`."""
+        return _opened(self._limits).grant(request)
+
+    async def record_usage(self, batch: UsageBatch) -> bool:
+        """See `UsageBook.record`."""
+        return await _opened(self._limits).book.record(batch)
+
+    @refusing
+    async def usage(self, query: UsageQuery) -> list[UsageGroup]:
+        """See `UsageBook.groups`."""
+        return await _opened(self._limits).book.groups(query)
+
+
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise ApiError(
+            404, "Keys are off: set tenancy.enabled in the config file.", code="keys_off"
+        )
+    return part
 
 
 def open_keys(args: TenancyArgs, home: Path | None) -> KeyService | None:

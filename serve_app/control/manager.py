@@ -40,7 +40,7 @@ from serve_app.control.engine_counters import EngineCounters, EngineTexts
 from serve_app.control.fleet import Fleet
 from serve_app.control.ingress_totals import IngressTotals
 from serve_app.control.key_calls import KeyCalls, open_keys
-from serve_app.control.limit_calls import LimitCalls, open_limits
+from serve_app.control.key_limits import KeyLimits
 from serve_app.control.series import Series
 from serve_app.control.stored_catalog import StoredCatalog
 from serve_app.control.watcher import Watcher, register_webhook
@@ -75,7 +75,7 @@ _UNREAD = "the registry has not been read yet; try again"
 _HANDOVER_S = 5.0  # from a view that no longer means a version until engines may unload it
 
 
-class Manager(KeyCalls, LimitCalls):
+class Manager(KeyCalls):
     """Wrapped by `manager_application`. There is one replica; while it is down, ingresses continue
     with their last view."""
 
@@ -87,7 +87,7 @@ class Manager(KeyCalls, LimitCalls):
         self._sources = sources
         self._cache_salt_key = kept_key(sources.home)
         self._keys = open_keys(args.tenancy, sources.home)
-        self._limits = open_limits(args.tenancy, self._keys)
+        self._limits = None if self._keys is None else KeyLimits(args.tenancy, self._keys)
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # None until it could be opened
         self._watcher = Watcher(self._read, args.registry.poll_interval_s, self._publish_names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
+from serve_app.tasks import check_running
 from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.limits import Limits
 from serve_app.tenancy.usage import UsageBatch, UsageMeter
@@ -20,10 +22,10 @@ class Accounts:
         """`lease` and `record` call the manager."""
         self.limits = Limits(ingress_id, lease, num_ingresses)
         self.meter = UsageMeter(ingress_id, record, self.limits.recorded)
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        self.limits.start()
-        self.meter.start()
+        self._tasks = self.limits.start(), self.meter.start()
 
     async def close(self) -> None:
         """Sends the use that is left; the leases expire."""
@@ -31,5 +33,4 @@ class Accounts:
 
     def check_tasks(self) -> None:
         """Raises RuntimeError if leases are no longer claimed, or usage is no longer sent."""
-        self.limits.check_task()
-        self.meter.check_task()
+        check_running(*self._tasks)

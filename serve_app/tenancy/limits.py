@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from serve_app.errors import RateLimitError
 from serve_app.metrics.exposition import as_text, counter, gauge
-from serve_app.tasks import check_running, keep
+from serve_app.tasks import keep
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.leases import CLAIM_INTERVAL_S, Grants, LeaseRequest, LimitName
 from serve_app.tenancy.local_leases import KeyLease
@@ -85,14 +85,10 @@ class Limits:
         self._asked = asyncio.Event()
         self._answered = asyncio.Event()  # set at the end of the call that is under way
         self._is_away = False  # the last call of the manager failed
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = keep(self._run, "claim-leases")
-
-    def check_task(self) -> None:
-        """Raises RuntimeError if leases are no longer claimed."""
-        check_running(self._task)
+    def start(self) -> asyncio.Task[None]:
+        """Returns the task that claims leases from now on."""
+        return keep(self._run, "claim-leases")
 
     def __len__(self) -> int:
         """The number of active keys."""

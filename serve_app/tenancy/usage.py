@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from serve_app.tasks import check_running, keep
+from serve_app.tasks import keep
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,10 @@ class UsageMeter:
         self._batch: UsageBatch | None = None  # sent, and not known to be recorded
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
+        """Returns the task that sends the use from now on."""
         self._task = keep(self._run, "send-usage")
-
-    def check_task(self) -> None:
-        """Raises RuntimeError if the use is no longer sent."""
-        check_running(self._task)
+        return self._task
 
     def add(self, key: UsageKey, usage: Usage) -> None:
         sums = self._sums.get(key)

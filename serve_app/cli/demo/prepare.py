@@ -33,10 +33,10 @@ def base_folder(home: Path) -> Path:
     return home / "demo" / BASE_NAME
 
 
-def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = None) -> None:
-    """Registers the demo at `uri`, or in the default registry if it is None."""
+def prepare(home: Path, progress: Progress = no_progress) -> None:
+    """Registers the demo in the configured registry."""
     convert_base(home, progress)
-    registry = open_registry(uri)
+    registry = open_registry(None)
     cache = Cache(home / "cache")
     catalog = registry.snapshot()
     missing = [name for name in ADAPTER_NAMES if not _is_registered(catalog, name)]
@@ -57,7 +57,7 @@ def prepare(home: Path, progress: Progress = no_progress, *, uri: str | None = N
         )
 
 
-def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
+def prepare_random_base(home: Path) -> None:
     """Registers a second, tiny base with random weights, for a server of two bases."""
     from engine.tools.random_base import RandomShape, write_random_base
     from serve_app.cli.registration import register_base
@@ -75,7 +75,7 @@ def prepare_random_base(home: Path, *, uri: str | None = None) -> None:
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
             write_random_base(shape, base_folder(home), folder)
-    registry = open_registry(uri)
+    registry = open_registry(None)
     if all(base.name != RANDOM_BASE_NAME for base in registry.snapshot().bases):
         register_base(registry, folder, RANDOM_BASE_NAME, link=True)
 

@@ -1,4 +1,4 @@
-"""The manager's remote methods about the limits and the use of keys."""
+"""The limits and the recorded use of all keys, kept by the manager."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from serve_app.config import TenancyArgs
-from serve_app.errors import ApiError
 from serve_app.metrics.exposition import as_text, gauge
-from serve_app.ray_calls import refusing
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, TotalName
-from serve_app.tenancy.orders import UsageGroup, UsageQuery
-from serve_app.tenancy.usage import UsageBatch
 
 if TYPE_CHECKING:
-    from serve_app.tenancy.ledger import UsageBook
     from serve_app.tenancy.service import KeyService
 
 _MAX_BUDGETS = 100  # in the metrics
 
 
 class KeyLimits:
-    """The leases and the recorded use of all keys."""
+    """All methods belong to the manager's event loop."""
 
-    def __init__(self, args: TenancyArgs, keys: KeyService, book: UsageBook) -> None:
+    def __init__(self, args: TenancyArgs, keys: KeyService) -> None:
+        from serve_app.tenancy.ledger import UsageBook  # imports the database's libraries
+
         self._keys = keys
         self.leases = Leases(args.burst_s)
-        self.book = book
+        self.book = UsageBook(keys.store, args.prices)
         self.book.start()
 
     def grant(self, request: LeaseRequest) -> dict[str, Grants]:
@@ -58,37 +55,3 @@ def budgets_text(ratios: Mapping[tuple[str, str, str], float]) -> bytes:
     most = heapq.nlargest(_MAX_BUDGETS, ratios.items(), key=lambda item: item[1])
     labels = "key", "tenant", "period"
     return as_text(gauge("loraplex_key_budget_used_ratio", dict(most), {}, *labels))
-
-
-class LimitCalls:
-    """A base of `Manager`."""
-
-    _limits: KeyLimits | None  # None: tenancy.enabled is false
-
-    async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
-        """See `Leases.grant`."""
-        return self._opened_limits().grant(request)
-
-    async def record_usage(self, batch: UsageBatch) -> bool:
-        """See `UsageBook.record`."""
-        return await self._opened_limits().book.record(batch)
-
-    @refusing
-    async def usage(self, query: UsageQuery) -> list[UsageGroup]:
-        """See `UsageBook.groups`."""
-        return await self._opened_limits().book.groups(query)
-
-    def _opened_limits(self) -> KeyLimits:
-        if self._limits is None:
-            raise ApiError(
-                404, "Keys are off: set tenancy.enabled in the config file.", code="keys_off"
-            )
-        return self._limits
-
-
-def open_limits(args: TenancyArgs, keys: KeyService | None) -> KeyLimits | None:
-    if keys is None:
-        return None
-    from serve_app.tenancy.ledger import UsageBook  # imports the database's libraries
-
-    return KeyLimits(args, keys, UsageBook(keys.store, args.prices))

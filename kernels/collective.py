@@ -21,7 +21,7 @@ from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
 
 # A rank that waits longer for another gives up. Steps that hang end sooner: their watchers see it.
 TIMEOUT_S = 60.0
-_C10D: Any = distributed  # torch's stubs lack what follows
+_C10D: Any = distributed  # torch's stubs lack the following names
 
 MAX_BRIDGE_ROWS = 64  # of steps whose kernels exchange bridges of adapters
 MAX_BRIDGE_PAGES = MAX_RANK_PAGES

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 128 * 1024  # of two ranks; of more, every rank reads as many times as much
 _TYPES = (torch.bfloat16, torch.float32)  # of torch's kernels
 _RELEASE_S = 2.0
-_C10D: Any = distributed  # torch's stubs lack what follows
+_C10D: Any = distributed  # torch's stubs lack the following names
 
 
 class Nccl:

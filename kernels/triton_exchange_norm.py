@@ -4,11 +4,11 @@ waits for theirs, adds them up and normalises the sum.
     program of a row --its part--> the same program on every other rank
     parts of all ranks, in their order --sum--> + residual --> norm
 
-Memory in which nothing has come holds `MISSING` bits, a NaN that no sender sends, and a program
-reads its row until none are left: no signal follows the numbers, for which a sender would have to
-wait until these have arrived (the Lamport exchange of TensorRT-LLM, which has -0 there). All
-programs of a launch have to be on the device at once, or one that waits could keep out one that is
-waited for: `collective.max_shared_rows` of them are.
+Memory that no number has reached yet holds `MISSING` bits, a NaN that no sender sends, and a
+program reads its row until none are left: no signal follows the numbers, for which a sender would
+have to wait until these have arrived (the Lamport exchange of TensorRT-LLM, which has -0 there).
+All programs of a launch have to be on the device at once, or a program that waits could keep out
+the one for which another waits: `collective.max_shared_rows` of them are.
 
 A receiver puts `MISSING` back. The memory of a row is written again by the next exchange but one,
 of the other kind: a rank that sends it has received the exchange between, whose kernel the receiver
@@ -48,9 +48,10 @@ def _bits(x):
 def missing(x):
     """Returns 1 for each number that has not come, else 0.
 
-    Whether to read again has to be the same in all warps, and each warp reads what it holds: the
-    maximum of a tensor whose numbers are spread over all warps, as `shape_of` has them, is. One of
-    up to 32 numbers is read by every warp for itself, and so is its maximum.
+    The decision to read again has to be the same in all warps, and each warp sees the numbers that
+    it has read: the maximum of a tensor whose numbers are spread over all warps, as `shape_of` has
+    them, is the same. A tensor of up to 32 numbers is read by every warp for itself, and so is its
+    maximum.
     """
     return (_bits(x) == _MISSING).to(tl.int32)
 

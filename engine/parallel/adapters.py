@@ -2,7 +2,7 @@
 
 An adapter is read and checked once and packed for every rank: its images have the same layout and
 size on all of them, so they lie side by side in one piece of memory that all ranks map. The pool of
-the first rank is the real one; what it does to its blocks it sends before the next step, so a step
+the first rank's pool decides; it sends each change of its blocks before the next step, so a step
 finds its adapters on every rank. On CUDA each rank orders its copy before that step on its own
 device.
 """
@@ -173,8 +173,8 @@ class _GroupCopier:
 
 
 class FollowerPool(AdapterPool):
-    """Another rank's pool, which does what it receives. On CUDA its copies run beside the steps:
-    each begins after the launches that read what it overwrites, and the first step that may read
+    """Another rank's pool, which follows the messages. On CUDA its copies run beside the steps:
+    each begins after the launches that read the same blocks, and the first step that may read
     it waits for its end."""
 
     def __init__(
@@ -204,7 +204,7 @@ class FollowerPool(AdapterPool):
         self._dropped: deque[tuple[PackedAdapter, Event]] = deque()  # while they are copied
 
     def note_launch(self) -> None:
-        """Marks the end of what was launched so far, as the first rank's `Group.num_launches`."""
+        """Marks the end of the launches so far, as the first rank's `Group.num_launches`."""
         self._num_launches += 1
         if self._copier is not None:
             self._launches.append((self._num_launches, self._copier.mark_steps()))
@@ -236,7 +236,7 @@ class FollowerPool(AdapterPool):
         if self._copier is None:
             write()
             return
-        # Of launches longer ago than those that are kept, the oldest kept one tells the end, too.
+        # Of launches longer ago than those that are kept, the oldest kept one marks the end, too.
         end = next((event for number, event in self._launches if number >= after), None)
         self._copied[digest] = self._copier.copy(write, end if after else None)
 

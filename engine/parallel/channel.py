@@ -1,9 +1,9 @@
 """Messages between the first rank and another: small ones over a socket, numbers in shared memory.
 
 A message is a JSON object behind its length, perhaps with an open file; a step's numbers lie in one
-of two slots of a segment that all ranks map. The end of the socket tells each side at once that the
-other died. Nothing is pickled, and nothing has a name that could outlive the processes: segments
-are anonymous files (memfd), passed over the socket.
+of two slots of a segment that all ranks map. By the end of the socket each side learns at once that
+the other died. Nothing is pickled, and nothing has a name that could outlive the processes:
+segments are anonymous files (memfd), passed over the socket.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class StepSegment:
         room[: len(words)] = words
 
     def words(self, slot: int, count: int) -> Words:
-        """Returns a view of what `write_words` wrote, until the slot is written again."""
+        """Returns a view of the words of `write_words`, until the slot is written again."""
         words: Words = self._slots[slot].view(np.int32)[:count]
         return words
 

@@ -95,7 +95,7 @@ class Group:
         self._store = Path(self._folder.name) / "store"
         self._segment = StepSegment(slot_ints)
         self.num_steps = 0  # that all ranks compute, so far
-        self.num_launches = 0  # of what reads adapters
+        self.num_launches = 0  # of work that reads adapters
         self._followers: list[_Follower] = []
         self._watcher = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         try:
@@ -175,7 +175,7 @@ class Group:
 
     @contextmanager
     def together(self, message: Mapping[str, object]) -> Iterator[None]:
-        """Has the other ranks do what the message says while the caller does it. An error in
+        """Has the other ranks follow the message while the caller does the same. An error in
         between leaves ranks waiting in an exchange: it ends the group, as EngineDeadError."""
         self.send(message)
         self.num_launches += message["do"] in _LAUNCHES
@@ -231,7 +231,7 @@ class Group:
             except (EOFError, OSError):
                 code = follower.process.wait(_EXIT_S)
                 own = f"rank {follower.rank} of {self.size} died with exit code {code}"
-                # The watcher kills all ranks for what one of them did.
+                # The watcher kills all ranks for the fault of a single rank.
                 reason = own if self._death is None else str(self._death)
                 raise EngineError(f"{reason} before it could {what}") from None
             if (error := answer.get("error")) is not None:

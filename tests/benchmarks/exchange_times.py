@@ -98,8 +98,9 @@ def _norm_times(ranks: Any, rows: int, hidden: int) -> dict[str, float]:
 
 
 def _adapted_norm_times(ranks: Any, rows: int, adapters: int, hidden: int) -> dict[str, float]:
-    """As `_norm_times`, of rows with adapters of rank 16, whose deltas each rank adds to its part
-    where the exchange does not add them to the sum. B is in the second-level cache."""
+    """Returns the times of `_norm_times` for rows with adapters of rank 16, whose deltas each rank
+    adds to its part where the exchange does not add them to the sum. B is in the second-level
+    cache."""
     device = torch.device("cuda", ranks.rank)
     runs = [(i, rows // adapters) for i in range(adapters)]
     case = make_case(

@@ -198,8 +198,8 @@ class Catalog:
         raise NotFoundError(f"no base model or adapter is named {first.name!r}")
 
     def resolve_each(self, model: str) -> tuple[tuple[Resolution, float], ...]:
-        """Resolves what `resolve` does, or several adapters with their weights, each to the version
-        that its name alone resolves to. They need not fit together."""
+        """Resolves a model as `resolve` does, or several adapters with their weights, each to the
+        version that its name alone resolves to. The adapters need not fit together."""
         first, *more = split_adapters(self.registered(model))
         found = self.resolve(first.model)
         names = [

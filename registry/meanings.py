@@ -31,8 +31,9 @@ class Meanings:
         self._logged: frozenset[str] = frozenset()  # problems of the last round
 
     def follow(self, catalog: Catalog) -> Catalog:
-        """Remembers the good resolutions, and returns the catalog with held versions for the bad;
-        the same object while nothing changed, so that its indices and its revision are kept."""
+        """Remembers the good resolutions, and returns the catalog with held versions in place of
+        bad resolutions; an unchanged catalog is the same object, which keeps its indices and its
+        revision."""
         if self.latest is not None and self._followed == catalog:
             return self.latest
         self._followed = catalog
@@ -111,7 +112,7 @@ class Meanings:
 
 
 def _why_bad(found: AdapterVersion | BaseVersion | DanglingAlias) -> str:
-    """Returns why a version cannot be served; empty if it can."""
+    """Returns the reason why a version cannot be served; empty if it can."""
     if isinstance(found, DanglingAlias):
         return str(found)
     if isinstance(found, AdapterVersion) and found.refused:

@@ -117,11 +117,11 @@ def parse_model(model: str) -> tuple[Reference, Reference | None]:
 
 
 def split_adapters(model: str) -> tuple[WeightedModel, ...]:
-    """Splits a client's model string into one for each of its adapters, the first as it is written
-    and the others with the same base, if the string has one. A model without weights or further
-    adapters is its only part.
+    """Splits a client's model string into a model for each of its adapters, the first as it is
+    written and the others with the same base, if the string has a base. A model without weights or
+    further adapters is its only part.
 
-    Raises InvalidNameError for too many adapters, the same twice, or a weight out of its bounds.
+    Raises InvalidNameError for too many adapters, a repeated adapter, or a weight out of bounds.
     """
     if "+" not in model and "*" not in model:
         return (WeightedModel(model),)

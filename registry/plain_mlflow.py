@@ -90,8 +90,8 @@ def match_base(
 
 
 def is_folded_for(folded_for: str, base: BaseVersion) -> bool:
-    """Returns True for an adapter that was folded for this base, whatever it was trained on.
-    Raises RegistrationError if it was folded for another one."""
+    """Returns True for an adapter that was folded for this base, whichever base it was trained on.
+    Raises RegistrationError if it was folded for another base."""
     if folded_for and folded_for != base.digest:
         raise RegistrationError(
             f"{FOLDED_FOR} is {folded_for[:200]!r}: the adapter was folded for another AWQ base "
@@ -197,7 +197,8 @@ def _facts(config: dict[str, object]) -> AdapterFacts:
 
 
 def _invocation(value: object) -> tuple[int, ...]:
-    """Returns () for what is no list of token ids: such an adapter is refused when it is loaded."""
+    """Returns () for a value that is no list of token ids: such an adapter is refused when it is
+    loaded."""
     tokens = value if isinstance(value, list) and len(value) <= _MAX_INVOCATION else []
     is_list = all(type(token) is int and 0 <= token < 2**31 for token in tokens)
     return tuple(tokens) if is_list else ()

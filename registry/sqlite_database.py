@@ -87,11 +87,11 @@ def create_sqlite(uri: str, artifact_root: str) -> None:
         new = Path(made, file.name)
         store = SqlAlchemyStore(f"sqlite:///{new}", artifact_root)  # type: ignore[no-untyped-call]
         store.engine.dispose()
-        for end in ("-journal", "-wal", "-shm"):  # SQLite would apply those of a lost database
+        for end in ("-journal", "-wal", "-shm"):  # SQLite would apply the files of a lost database
             Path(f"{file}{end}").unlink(missing_ok=True)
         try:
             os.link(new, file)
-        except FileExistsError:  # of another program, which knows no lock
+        except FileExistsError:  # of another program, which takes no lock
             return
         except OSError:  # a file system without hard links
             new.rename(file)

@@ -1,6 +1,6 @@
 """JSON answers of the admin API that the server encodes and the command line decodes.
 
-Those of bases and canaries are `platform_view.BaseLine` and `canary.status.CanaryStatus`.
+The answers about bases and canaries are `platform_view.BaseLine` and `canary.status.CanaryStatus`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AdapterLines(msgspec.Struct, frozen=True):
 
 
 class BaseSeries(msgspec.Struct, frozen=True):
-    """The series of a base, one value for each time of the answer; None: nothing was reported."""
+    """The series of a base, one value for each time of the answer; None: no report came."""
 
     name: str
     requests_per_s: list[float | None]  # finished

@@ -1,7 +1,7 @@
 """LORAPLEX_HOME (default ~/.loraplex): the folder of the embedded registry, the cache, the logs and
 the admin token. It is created for its owner alone, and a failure that it causes names it.
 
-Imports nothing slow, because the command line looks here for the cause of a failure.
+Imports no slow module, because the command line looks here for the cause of a failure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def prepare(home: Path) -> Path:
     """Creates the home if it is missing, with mode 0700, and returns it.
 
     Raises HomeError if files cannot be kept there. The mode of an existing folder stays, because
-    LORAPLEX_HOME may name any folder, /tmp included. Only ~/.loraplex, which nothing else uses, is
-    closed to others if it belongs to the caller.
+    LORAPLEX_HOME may name any folder, /tmp included. Only ~/.loraplex, which no other program uses,
+    is closed to others if it belongs to the caller.
     """
     if (reason := problem(home)) is not None:
         raise HomeError(f"{_named(home)} {reason}; set {NAME} to a folder of yours")

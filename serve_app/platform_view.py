@@ -42,7 +42,7 @@ class RegistryReader(Protocol):
         ...
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Determines what a version changes, or why it cannot be served, and stores the verdict in
+        """Determines the effect of a version, or the reason to refuse it, and stores the verdict in
         its tags. The base is run only if that lasts seconds, on the CPU, at the lowest priority.
         Raises RegistryError if the check reached no verdict."""
         ...

@@ -1,6 +1,6 @@
 """Checks a Serve config file before anything starts, and returns where it will listen.
 
-`serve run` itself stays up and serves nothing if an application's `args` are wrong.
+`serve run` itself stays up and serves no model if an application's `args` are wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMPORT_PATH = "serve_app.app:build"
 
 
 class ServeFileError(Exception):
-    """The file cannot be served; the message says where and why."""
+    """The file cannot be served; the message has the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def read_serve_file(path: Path) -> ServeFile:
 
 def _check_keys(path: Path, content: dict[str, object]) -> None:
     """Refuses keys that Ray Serve would leave unread: with `http_option` for `http_options` it
-    would listen on another host than the file says."""
+    would listen on another host than the file's."""
     for place, key, known in _unread_keys("", content, ServeDeploySchema):
         public = sorted(name for name in known if not name.startswith("_"))
         raise ServeFileError(

@@ -23,8 +23,8 @@ def token_cost(
     rank: int, num_prompt_tokens: float, num_output_tokens: float, num_base_tokens: int = 0
 ) -> float:
     """The cost of so many tokens. Prompts are charged in full, cached or not. `rank`: the
-    adapter's, 0 for the base model. `num_base_tokens`: those of the prompts before an aLoRA's
-    invocation, which the base computes."""
+    adapter's rank, 0 for the base model. `num_base_tokens`: the tokens of the prompts before an
+    aLoRA's invocation, which the base computes."""
     adapted = PROMPT_RANK * rank * (num_prompt_tokens - num_base_tokens)
     output = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * rank)
     return num_prompt_tokens + adapted + output * num_output_tokens

@@ -4,7 +4,7 @@ The tenant that had least by its weight goes first; of that tenant its best prio
 earlier, as in vLLM), and of that class the adapter that had least, in tokens (virtual token
 counters: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024); requests for the
 same adapter go in the order of their arrival. A class orders the requests of one tenant and has no
-effect on other tenants: a client that asks for a better class gains nothing against them. The
+effect on other tenants: a client that asks for a better class has no advantage over them. The
 expected cost of a request is charged when it goes, and corrected later by its real cost.
 
 Bounded waiting overrides all of that: a tenant that was passed over for `max_wait_s` is next,

@@ -1,7 +1,7 @@
 """The account of one request: admitted against the limits of its key, settled with its real use.
 
-A request counts once, however often it was migrated. What an engine computed is paid for, also if
-the client left; a request that was refused, or that failed without an answer, costs nothing.
+A request counts once, however often it was migrated. The work of an engine is paid for, also if
+the client left; a request that was refused, or that failed without an answer, is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve_app.tenancy.usage import Usage, UsageKey
 
 
 class RequestAccount:
-    """Made by `admit`. `close` ends it at the end of the answer; a second one does nothing."""
+    """Made by `admit`. `close` ends it at the end of the answer; a second call has no effect."""
 
     def __init__(self, accounts: Accounts, charge: Charge, key: UsageKey) -> None:
         self.completion: Completion | None = None  # None until its turn for an engine has come

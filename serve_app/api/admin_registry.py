@@ -1,7 +1,7 @@
-"""/admin/series and /admin/registry: what the console's charts and its registry page show.
+"""/admin/series and /admin/registry: the data of the console's charts and of its registry page.
 
-Neither asks an engine or MLflow: the manager keeps the series from reports that come anyway, and
-the registry is the catalog that this ingress serves by.
+Neither route calls an engine or MLflow: the manager keeps the series from reports that come anyway,
+and the registry is the catalog that this ingress serves by.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _query(by: str, from_: str | None, to: str | None, key_id: str | None) -> Us
     now = datetime.now(UTC)
     month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     from_s = month.timestamp() if from_ is None else _seconds("from", from_)
-    # Whole hours: the present one counts from its begin on.
+    # Whole hours: the present hour counts from its beginning.
     to_s = (time.time() // HOUR_S + 1) * HOUR_S if to is None else _seconds("to", to)
     if from_s >= to_s:
         raise _bad("from", "must be before to")

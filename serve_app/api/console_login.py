@@ -32,7 +32,7 @@ class Session(msgspec.Struct):
 
     scopes: list[str]  # of the user, sorted
     tenant: str
-    key_id: str  # empty: nobody has logged in
+    key_id: str  # empty without a login
     needs_login: bool  # a key or the admin token would give further rights
     tenancy_enabled: bool
 
@@ -96,7 +96,7 @@ async def _caller(request: Request) -> Caller:
 
 def _session_of(request: Request, caller: Caller | None) -> Response:
     has_keys = state_of(request).authenticator is not None
-    if caller is None:  # without keys anybody may ask the models
+    if caller is None:  # without keys every client may use the models
         needs_login = bool(admin_token())
         return _no_store(Session(["infer"], "", "", needs_login, has_keys))
     policy = caller.policy

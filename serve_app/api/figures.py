@@ -13,7 +13,7 @@ _NONE = RequestCounts()
 
 def figures_of(gateway: Gateway, metrics: RequestMetrics) -> tuple[BaseFigures, ...]:
     """Returns the figures of every base that runs or that had a request. Two versions of a base
-    that run side by side are one."""
+    that run side by side count as one base."""
     names = dict.fromkeys((*metrics.bases, *(one.base.name for one in gateway.handles)))
     return tuple(_figures(name, gateway, metrics.bases.get(name, _NONE)) for name in names)
 

@@ -65,7 +65,7 @@ async def load_lora_adapter(request: Request) -> Response:
     if body.is_3d_lora_weight:
         raise _bad_request("is_3d_lora_weight: only two-dimensional adapters are supported.")
     if name and not body.lora_path:
-        check_model(gateway, caller, name)  # first: a key has one answer for all other names
+        check_model(gateway, caller, name)  # first: a key gets the same answer for all other names
     if not name or not (body.lora_path or _is_known(gateway, name)):
         raise _bad_request("Both 'lora_name' and 'lora_path' must be provided.")
     undo = None
@@ -140,7 +140,7 @@ async def _undo(gateway: Gateway, undo: AdapterChange) -> None:
 def _find_base(
     gateway: Gateway, caller: Caller | None, name: str | None, adapter: str
 ) -> BaseHandle:
-    """Returns the base that an adapter of this name is for, if the caller may load one for it."""
+    """Returns the base of an adapter of this name, if the caller may load an adapter for it."""
     if name is not None:
         catalog = view_of(gateway).catalog
         try:

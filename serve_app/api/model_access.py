@@ -1,4 +1,4 @@
-"""The rules of a caller's key: which models it may name, and how much it may ask of them.
+"""The rules of a caller's key: the models that it may name, and the bounds of its requests.
 
 A name that is unknown and a name that the key may not use get the same answer, before anything is
 woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all models.
@@ -24,10 +24,10 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
 def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
-    """Raises ApiError with 404 if the key may not use the model, of several adapters each, or there
-    is no such model.
+    """Raises ApiError with 404 if the key may not use the model, or one of several adapters in it,
+    or if there is no such model.
 
-    A split between two versions counts as the stable one: a canary is its operator's choice.
+    A split between two versions counts as the stable version: a canary is its operator's choice.
     """
     if caller is None:
         return

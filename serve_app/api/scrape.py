@@ -71,8 +71,9 @@ async def _manager(
     gateway: Gateway, counts: CountsReporter, engines: dict[str, list[bytes]]
 ) -> list[bytes]:
     """Returns the manager's own metrics, the sums over all ingresses, with the current counts of
-    this ingress, and the last counters of engines that sleep. `engines`: of those that run. Empty
-    while the manager does not answer: a partial sum would look like a counter that fell."""
+    this ingress, and the last counters of engines that sleep. `engines`: the metrics of engines
+    that run. Empty while the manager does not answer: a partial sum would look like a counter that
+    fell."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             text: bytes = await gateway.manager.metrics.remote(

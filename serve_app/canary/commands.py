@@ -162,8 +162,8 @@ def _check_share(field: str, share: float | None) -> None:
 
 
 def _rollback_reason(rolled_back: str | None, version: int) -> str | None:
-    """Returns why this version was rolled back; None if it was not, or if the setting cannot be
-    parsed."""
+    """Returns the reason why this version was rolled back; None if it was not, or if the setting
+    cannot be parsed."""
     try:
         record = json.loads(rolled_back or "null")
     except (ValueError, RecursionError):

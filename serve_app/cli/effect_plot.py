@@ -84,7 +84,7 @@ def _grid(report: EffectReport) -> tuple[list[str], int, dict[tuple[str, int], M
     """Returns the kinds (rows), the number of layers (columns) and the norm of each cell.
 
     A module outside the layers is in column 0. The columns reach from layer 0 to the last adapted
-    layer, whether those between are adapted or not.
+    layer, whether the layers between are adapted or not.
     """
     cells: dict[tuple[str, int], ModuleNorm] = {}
     for norm in report.norms:

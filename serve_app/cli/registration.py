@@ -1,5 +1,5 @@
 """Registers bases and adapters: `engine` checks the files, then the registry stores them. A refused
-registration leaves nothing behind; an adapter without effect is refused.
+registration leaves no trace; an adapter without effect is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOTICED_MINUTES = 0.1
 
 _REFUSED: tuple[type[Exception], ...] = (
     *(*REFUSALS, RegistrationError),
-    *(ParityError, EngineMemoryError),  # what was asked for cannot be measured here
+    *(ParityError, EngineMemoryError),  # the requested measurement is impossible here
 )
 
 V = TypeVar("V", BaseVersion, AdapterVersion)
@@ -111,11 +111,11 @@ def register_adapter(
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base. `limits`: of an adapter that is
-    converted to LoRA; None: those of MAX_ERROR. `parity`: the largest difference of a logit to
-    PEFT's; None: it is not compared. `unquantized_base`: the folder of the base that the adapter
-    was trained on, from which the AWQ base was made; the adapter is folded, and registered for this
-    AWQ base alone."""
+    accept an adapter whose configuration names another base. `limits`: the limits of a conversion
+    to LoRA; None: the limits by MAX_ERROR. `parity`: the largest difference of a logit to PEFT's;
+    None: it is not compared. `unquantized_base`: the folder of the base that the adapter was
+    trained on, from which the AWQ base was made; the adapter is folded, and registered for this AWQ
+    base alone."""
     _check_request(folder, "adapter_config.json", name, alias)
     found = _find_base(registry, name, base)
     what = f"adapter {name!r} for base {found.name}@{found.version}"
@@ -155,7 +155,7 @@ def register_adapter(
 
 
 class _Servable(NamedTuple):
-    """An adapter as engines read it, what was done to it, and sentences for the user."""
+    """An adapter as engines read it, the changes made to it, and sentences for the user."""
 
     folder: Path
     words: tuple[str, ...] = ()

@@ -56,8 +56,8 @@ def start_ray(**options: Any) -> None:
     """Starts a Ray of this machine alone, without its dashboard.
 
     Ray waits 30 s for its first processes, without a setting for it. A machine that has none of
-    their files in memory yet can need longer; a second start then finds them. Ray ends those of the
-    first start with this process.
+    their files in memory yet can need longer; a second start then finds them. Ray ends the
+    processes of the first start with this process.
     """
     import ray
 

@@ -59,8 +59,8 @@ class EngineArgs(Args):
     two groups of layers with and without a window. By default it follows from `kv_cache_bytes` or
     `gpu_memory_utilization`."""
     kv_cache_bytes: Bytes | None = None
-    """The memory for KV blocks. By default 1 GiB on a CPU; on CUDA what the share of
-    `gpu_memory_utilization` leaves."""
+    """The memory for KV blocks. By default 1 GiB on a CPU; on CUDA the rest of the share of
+    `gpu_memory_utilization`."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """The type of keys and values in the KV cache. `auto`: `dtype`. `fp8`: e4m3, rounded as they
     are written: twice the tokens of 16 bits, and attention reads half the bytes. Outputs differ,
@@ -92,9 +92,9 @@ class EngineArgs(Args):
     """Whether tokens that a grammar leaves no choice about are output without being drawn: the same
     answers in fewer steps."""
     speculation: SpeculationMode = "off"
-    """Drafts: what followed the newest tokens in earlier text of the same adapter and tenant is
-    verified in one step. The answers are the same, in FP8 up to its rounding. `auto`: where it is
-    expected to save time, by the acceptance of drafts and the cost of steps, both measured;
+    """Drafts: the continuation of the newest tokens in earlier text of the same adapter and tenant
+    is verified in one step. The answers are the same, in FP8 up to its rounding. `auto`: where it
+    is expected to save time, by the acceptance of drafts and the cost of steps, both measured;
     `suffix`: wherever earlier text matches. A request's field `speculation` replaces it, unless it
     is `off`."""
     num_speculative_tokens: int = Field(default=8, ge=1, le=32)
@@ -206,9 +206,9 @@ class ModelArgs(ScaledArgs):
     """`auto`: the base's `generation_config.json` sets the sampling defaults; `vllm`: it does not.
     As vLLM's `--generation-config`."""
     response_template: Family | None = None
-    """The family of response templates by which tool calls and reasoning are read, whatever the
-    base's files say; `chatml-json` is that of Qwen, Hermes and SmolLM. By default the base's own
-    template, or the family that its chat template tells. An adapter's own template replaces it."""
+    """The family of response templates by which tool calls and reasoning are read, regardless of
+    the base's files; `chatml-json` is the family of Qwen, Hermes and SmolLM. By default the base's
+    own template, or the family of its chat template. An adapter's own template replaces it."""
     max_ongoing_requests: int = Field(default=256, ge=1)
     """The most open requests per engine replica."""
     max_queued_requests: int = Field(default=256, ge=1)

@@ -154,7 +154,7 @@ class MetricsArgs(Args):
     that `fairness.weights` names always have."""
     to_ray: bool = False
     """Whether engine replicas export their metrics through Ray, too, as `ray_vllm_*`: Ray's Serve
-    LLM dashboard reads those."""
+    LLM dashboard reads these names."""
 
 
 class RequestLogArgs(Args):

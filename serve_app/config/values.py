@@ -195,7 +195,7 @@ def close_match(word: str, known: Collection[str]) -> str:
 
 def in_words(error: ValidationError, prefix: str = "") -> str:
     """Returns one sentence that names each wrong field by its path, and its value where that is a
-    number or one of a few words; others may hold a secret."""
+    number or one of a few words; other values may hold a secret."""
     found = []
     for one in error.errors():
         where = prefix + ".".join(str(part) for part in one["loc"])
@@ -217,7 +217,7 @@ def _is_shown(error: Mapping[str, Any]) -> bool:
 
 
 def _problem(error: Mapping[str, Any]) -> str:
-    """Returns what is wrong with one value, in the words of a file and not in those of Python."""
+    """Returns the problem of one value, in the words of a file and not in Python's words."""
     if error["type"] == "missing":
         return "is missing"
     expected = _EXPECTED.get(error["type"])

@@ -3,7 +3,7 @@ that only the console's own pages can make.
 
 The cookie has the key and no session id: every ingress checks it as it checks a bearer, a revoked
 key ends its logins at once, and there is no table of sessions to keep, to share or to lose. No
-script reads it (HttpOnly), and nothing logs it.
+script reads it (HttpOnly), and no log contains it.
 
 A browser adds cookies also to requests that other pages cause. Therefore the cookie counts only
 

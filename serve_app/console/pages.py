@@ -28,7 +28,7 @@ _TYPES = {
 _INDEX = "index.html"
 _PLACE = b"{assets}"  # in the page, where the address of the assets belongs
 # No inline script or style, no other origin, no frame: text of a model that were to become markup
-# could still run nothing.
+# could still run no code.
 _POLICY = "; ".join(
     (
         "default-src 'self'",

@@ -84,8 +84,9 @@ class AdapterAdmin:
         self, change: AdapterChange, registry: RegistryReader
     ) -> AdapterVersion | None:
         """Undoes a load that the engines could not follow: the default alias returns to its
-        previous version, and a name that was new is hidden. Does nothing if the alias was moved
-        since, or if another manager made the load: this one does not know the version before."""
+        previous version, and a name that was new is hidden. Has no effect if the alias was moved
+        since, or if another manager made the load: this manager has no record of the version
+        before."""
         name = change.name
         catalog = await asyncio.to_thread(self._read)
         adapter = _find(catalog, name)

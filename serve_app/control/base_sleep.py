@@ -5,10 +5,10 @@ awake --idle for long, or ordered--> draining --every ingress released it--> asl
   ^------------- a request came --------'                                                       |
   ^---------------------------------------- it runs --------------------------------------------'
 
-Draining: views already call the base asleep, so that ingresses send it nothing more, but its
+Draining: views already call the base asleep, so that ingresses send it no more requests, but its
 engines still run, and a request in this time gets them back at once. They are stopped only when
-every ingress has reported that it released the base and has nothing open: no request can reach an
-engine that is being stopped.
+every ingress has reported that it released the base and has no open request: no request can reach
+an engine that is being stopped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ScaleToZero:
                 self._bases.setdefault(digest, _BaseSleep("asleep", now_s))
 
     def is_released(self, application: str, since_s: float, now_s: float) -> bool:
-        """True if every ingress reported after `since_s` that it sends the application nothing."""
+        """True if every ingress reported after `since_s` that it does not use the application."""
         fresh = self._fresh(now_s)
         return bool(fresh) and all(
             self._reports[one.ingress_id][1] > since_s and application not in one.applications

@@ -1,6 +1,6 @@
 """Sends a value of the manager's to all engine replicas of an application, again and again.
 
-Next to the manager's loop, never in it: a replica that does not answer delays nothing else.
+It runs beside the manager's loop, never in it: a replica without an answer delays no other work.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Broadcaster(Generic[T]):
             self._sending.discard(app_name)
 
     async def _send_to_replicas(self, app_name: str, value: T) -> int:
-        """Returns how many replicas failed. Raises where there is no such application, or no answer
-        within `_TIMEOUT_S`."""
+        """Returns the number of replicas that failed. Raises where there is no such application, or
+        no answer within `_TIMEOUT_S`."""
         if app_name not in self._handles:
             self._handles[app_name] = await asyncio.to_thread(
                 serve.get_deployment_handle, ENGINE, app_name

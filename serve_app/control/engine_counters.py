@@ -2,8 +2,8 @@
 
 An engine that sleeps is a process that ended. Its counters stay in the exposition until the base
 runs again, under the same labels, so that sums over engines do not fall and no rate sees a gap. Its
-gauges go, except for the state of sleep. After a restart of the manager nothing is known of bases
-that slept before. Pure.
+gauges go, except for the state of sleep. After a restart of the manager there are no counters of
+bases that slept before. Pure.
 """
 
 from __future__ import annotations

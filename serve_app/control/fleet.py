@@ -72,7 +72,7 @@ class Fleet:
         self.lines: tuple[BaseLine, ...] = ()  # as of the last round
         self.progress_s = 0.0  # when a call of Serve's controller last returned, the loop's clock
         self._sources = sources
-        # The replicas report their backlog to the autoscaling policy, which sees nothing else.
+        # The replicas report their backlog to the autoscaling policy, which has no other input.
         self._backlogs = Broadcaster("backlog", "set_backlog", backlog_is_due)
         self._failed_s: dict[str, float] = {}  # since when an application is DEPLOY_FAILED
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
@@ -273,7 +273,7 @@ class Fleet:
 
     @property
     def is_settled(self) -> bool:
-        """Returns True if the last round found nothing that is about to change by itself."""
+        """Returns True if the last round found no base that is about to change by itself."""
         return all(
             line.state in ("running", "asleep")
             and line.replicas == line.wanted_replicas

@@ -3,8 +3,8 @@
 It watches the registry (the last good catalog stays in use while the registry is down), turns the
 configured models into one Serve application per base version, named by content and settings (a new
 version starts next to the old version, which is removed once the new version answers), and
-publishes a PlatformView to the ingresses by long poll. The models come as `user_config`: changing
-them restarts nothing.
+publishes a PlatformView to the ingresses by long poll. The models come as `user_config`: a change
+of them causes no restart.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 # Of Serve, not of the registry. Reading it costs manager and controller milliseconds for each base.
 _STATUS_POLL_S = 0.25
-_SETTLED_POLL_S = 1.0  # while nothing starts, leaves or is on trial
+_SETTLED_POLL_S = 1.0  # while no base starts or leaves, and no version is on trial
 MAX_RECONCILE_AGE_S = 30.0  # then the health check fails
 _UNREAD = "the registry has not been read yet; try again"
 _HANDOVER_S = 5.0  # from a view that no longer means a version until engines may unload it
@@ -264,7 +264,7 @@ class Manager(KeyCalls):
 
     @contextmanager
     def _log_error(self, step: str) -> Iterator[None]:
-        """Logs an error of this step, once while it stays the same. It ends nothing else: the next
+        """Logs an error of this step, once while it stays the same. It ends no other step: the next
         round tries again."""
         try:
             yield
@@ -374,7 +374,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         logging_config={"enable_access_log": False},  # a line per report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
-    # Without the models: a change of them must reach `reconfigure` and restart nothing.
+    # Without the models: a change of them must reach `reconfigure` without a restart.
     application: serve.Application = deployment.bind(
         args.model_copy(update={"models": ()}), sources
     )

@@ -62,7 +62,7 @@ class StoredCatalog:
         """Begins to write the watcher's catalog if it is new and no write runs. Returns at once."""
         catalog = self._watcher.catalog
         is_news = catalog is not self._stored and self._watcher.error is None
-        # A catalog without a base would serve nothing.
+        # A catalog without a base would serve no model.
         if catalog is None or not catalog.bases or not is_news or self._writing is not None:
             return
         self._stored = catalog

@@ -1,4 +1,4 @@
-"""The blocks of an answer, reasoning, text and calls, in their order: what all dialects write.
+"""The blocks of an answer that all dialects write: reasoning, text and calls, in their order.
 
 A delta of a chat has text, reasoning and calls side by side; a dialect opens a block, adds to it
 and closes it. Space between two blocks belongs to neither and is left out.

@@ -37,7 +37,7 @@ _SHARED = frozenset(
 
 
 def shared_fields(body: Mapping[str, object], own: Collection[str]) -> Fields:
-    """Returns the fields that need no translation. `own` are those that the dialect reads itself.
+    """Returns the fields that need no translation. `own`: fields that the dialect reads itself.
     Another field of chats is refused, unless it is null: to ignore it could change the answer."""
     fields: Fields = {}
     for name, value in body.items():

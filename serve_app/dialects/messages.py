@@ -54,7 +54,7 @@ _OWN = frozenset(
 
 
 class MessagesRequest(DialectRequest):
-    # A required number that clients set without counting the prompt: what fits counts.
+    # A required number that clients set without counting the prompt: cut to the tokens left.
     cuts_max_tokens: ClassVar[bool] = True
     id_prefix: ClassVar[str] = "msg_"
     renames: ClassVar[Renames] = (

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses as a chat.
 
-Stateless: nothing is stored, so a body that refers to stored items is refused, and each answer
-says `store: false`. Reasoning items of the history become the reasoning of the assistant.
+Stateless: no item is stored, so a body that refers to stored items is refused, and each answer
+has `store: false`. Reasoning items of the history become the reasoning of the assistant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_METADATA_CHARS = 512
 
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-# What would need a store, with the remedy.
+# The fields that would need a store, with the remedy.
 _STATEFUL: Mapping[str, str] = {
     "previous_response_id": "answers are not stored: send the earlier items in input",
     "conversation": "conversations are not stored: send their items in input",

@@ -47,7 +47,7 @@ class CountsReporter:
         render: Callable[[], bytes],
         figures: Callable[[], tuple[BaseFigures, ...]] = tuple,
     ) -> None:
-        """`render` returns the counts in Prometheus' text format; `figures` those of each base."""
+        """`render` returns the counts in Prometheus' text format; `figures` the figures by base."""
         self.ingress_id = ingress_id
         self.was_taken = False  # a manager has received some of the counts
         self.figures = figures

@@ -2,7 +2,7 @@
 
 The call reports whether the engine accepted the requests and is still alive; the stream carries the
 tokens. `close` ends both at any time. A Generation makes one attempt after another. Ignorant of
-HTTP and text, and of what follows a failure.
+HTTP and text, and of the reaction to a failure.
 """
 
 from __future__ import annotations

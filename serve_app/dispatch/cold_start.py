@@ -44,8 +44,8 @@ class ColdStarts:
         """Returns the route of a request, with the text side of its adapter, and a function that
         ends its hold on its base, which does not fall asleep before.
 
-        `key`: see `Gateway.route`. Raises what that and `TextSides.with_text` raise, and
-        ClientGoneError. The body must have been read.
+        `key`: see `Gateway.route`. Raises the errors of `Gateway.route` and
+        `TextSides.with_text`, and ClientGoneError. The body must have been read.
         """
         while True:
             try:

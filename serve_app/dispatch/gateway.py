@@ -146,9 +146,9 @@ class Gateway:
         )
 
     def route(self, model: str, key: str | None) -> Route:
-        """Resolves a name and its traffic split, if it has a canary or a shadow; of several
-        adapters and of those with a weight no one is split. `key` identifies the client: the same
-        key always gets the same arm. Raises the errors of `resolve`."""
+        """Resolves a name and its traffic split, if it has a canary or a shadow; several adapters
+        and adapters with a weight are never split. `key` identifies the client: the same key always
+        gets the same arm. Raises the errors of `resolve`."""
         if self.view is not None:
             if self.view.is_draining:
                 raise ServiceUnavailableError("The server is being stopped.", _STOPPING_RETRY_S)

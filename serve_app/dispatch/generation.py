@@ -4,8 +4,8 @@ When its engine dies, falls silent or is drained, the prompt and the tokens so f
 another replica, with the same seed and the same adapter; the reader sees a pause. A request whose
 engine died before it sent a token for it is a suspect and goes to the next engine alone (see
 `SuspectQueue`); if that engine dies too, the request is quarantined. So a request that crashes
-engines during prefill can take down two of them; one that crashes later, three. Ignorant of HTTP
-and text.
+engines during prefill can take down two of them; a request that crashes them later, three.
+Ignorant of HTTP and text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Generation:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The migrations so far, those that failed included."""
+        """The migrations so far, failed migrations included."""
         return tuple(self._state.moves)
 
     @property
@@ -84,7 +84,7 @@ class Generation:
         return self._progress.is_done
 
     async def read(self) -> list[TokenOutput]:
-        """Returns everything that arrived since the last read, at least one output.
+        """Returns the outputs that arrived since the last read, at least one.
 
         Raises the error that ended it: OverloadedError, ServiceUnavailableError,
         RequestQuarantinedError, NoMemoryError, AdapterUnsupportedError, an EngineError or a

@@ -34,7 +34,7 @@ class GrammarChecks:
         self._num_waiting = 0
 
     async def check(self, grammar: Grammar | None, field: str | None) -> Grammar | None:
-        """Returns the grammar for the engine, which one in GBNF differs from. Raises
+        """Returns the grammar for the engine: GBNF is translated into Lark. Raises
         InvalidRequestError if it is refused; `field` is the field of the body that holds it."""
         if grammar is None:
             return None

@@ -1,7 +1,7 @@
 """The choice of the busiest of many names, which alone get series of their own.
 
 The names come from the registry or the configuration, but there may be thousands. Series follow
-the traffic: a name that is busy for long takes the place of one that is not any more. Its requests
+the traffic: a name that is busy for long takes the place of a name that no longer is. Its requests
 before that stay counted under `other`, so that no counter falls. Pure: the time is an argument.
 """
 

@@ -65,7 +65,7 @@ class EngineMetrics:
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_host_tokens = 0  # of these, at the last exposition
-        self._num_split_tokens = 0  # all cached ones, at the last exposition
+        self._num_split_tokens = 0  # all cached tokens, at the last exposition
         self._num_generated = 0
         self._num_corrupted = 0
         self._tier_hits: Counter[str] = Counter()
@@ -203,7 +203,7 @@ class EngineMetrics:
         finished = {reason: self._finished[reason] for reason in _REASONS}
         yield counter("vllm:prompt_tokens", self._num_prompt_tokens, own)
         # The tokens from the host are counted when a sequence begins, prompts with their first
-        # output: these follow those, so that no counter falls.
+        # output: here the tokens from the host follow the prompts, so that no counter falls.
         grown = self._num_cached_tokens - self._num_split_tokens
         on_host = min(load.kv_host.hit_tokens, self._num_host_tokens + grown)
         self._num_host_tokens, self._num_split_tokens = on_host, self._num_cached_tokens
@@ -260,8 +260,9 @@ class EngineMetrics:
         yield counter("loraplex_engine_missed_wakeups", load.num_missed_wakeups, own)
 
     def _max_on_device(self) -> int:
-        """Returns how many adapters the device holds if the others are as large as those there
-        now, or as a rank of 16 at all sites if there are none: its room is bytes, not slots."""
+        """Returns the number of adapters that the device can hold if further adapters are as large
+        as the present adapters, or as a rank of 16 at all sites if there are none: its room is
+        bytes, not slots."""
         load, limits = self._load, self._limits
         num, used = len(load.adapters_on_device), load.adapter_device_bytes
         mean = used / num if num else limits.adapter_page_bytes

@@ -66,7 +66,7 @@ ALIASES = {
 
 def bounded(name: str, max_tokens: int) -> tuple[float, ...]:
     """Returns the buckets of a histogram for an engine whose requests have at most `max_tokens`
-    tokens: those of tokens end there, as vLLM's do."""
+    tokens: buckets of tokens end there, as vLLM's do."""
     buckets = HISTOGRAMS[name]
     return tuple(le for le in buckets if le <= max_tokens) if buckets is TOKENS else buckets
 

@@ -1,6 +1,6 @@
 """The counts of an ingress replica's queues in front of the engines.
 
-Labels hold registered names, and of tenants only those that the configuration names.
+Labels hold registered names, and only the tenants that the configuration names.
 """
 
 from __future__ import annotations

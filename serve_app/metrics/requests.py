@@ -1,7 +1,7 @@
 """An ingress replica's counts of finished requests, by adapter and by tenant.
 
 The busiest adapters and tenants have series of their own, all others share `other`. Labels hold
-registered names, and of tenants only those that the configuration or the keys name.
+registered names, and only the tenants that the configuration or the keys name.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ObserveArgs:
 
 
 class RequestObserver:
-    """All methods belong to the ingress's event loop. Nothing here fails a request."""
+    """All methods belong to the ingress's event loop. No method fails a request."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RequestObserver:
         return record
 
     def end(self, record: RequestRecord, error: BaseException | None = None) -> None:
-        """Ends the record, once: later calls change nothing. `error`: what the client gets instead
-        of an answer."""
+        """Ends the record, once: later calls have no effect. `error`: the error that the client
+        gets instead of an answer."""
         if record.end_s:
             return
         record.end(error)
@@ -81,7 +81,7 @@ class RequestObserver:
         return exit_with
 
     def close(self) -> None:
-        """Writes what is left of the log and of the traces."""
+        """Writes the rest of the log and of the traces."""
         if self.log is not None:
             self.log.close()
         if self._tracer is not None:

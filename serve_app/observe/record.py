@@ -54,7 +54,8 @@ class RequestRecord:
     is_complete: bool = False  # every choice has ended
     finish_reasons: tuple[str, ...] = ()  # of the choices, in the order of their ends
     moves: tuple[Move, ...] = ()
-    # Until the end, which keeps these of it: its traceback holds the body of the request.
+    # Kept until the end, which sets the three fields below from it: its traceback holds the body of
+    # the request.
     error: BaseException | None = field(default=None, repr=False)
     outcome: str = ""  # one of `tally.OUTCOMES`
     status: int = 0  # the HTTP status; of a stream that failed later, that of its error event

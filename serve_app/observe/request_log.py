@@ -160,7 +160,7 @@ def as_line(record: RequestRecord) -> str:
 
 def _own_file(path: Path) -> tuple[Path, TextIO]:
     """Returns the first of the paths NAME.jsonl, NAME-1.jsonl and so on that no other process
-    writes, and the lock that says so. Raises OSError."""
+    writes, and the lock that reserves it. Raises OSError."""
     for number in count():
         own = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
         lock = open(own.with_name(f".{own.name}.lock"), "a", opener=_owner_only)  # noqa: SIM115

@@ -7,7 +7,7 @@
       prefill       to the first token
       decode        to the last token, with an event for each migration
 
-Nothing is traced while a request runs, and spans are sent by a thread of the SDK, whose bounded
+No span is made while a request runs, and spans are sent by a thread of the SDK, whose bounded
 queue drops spans while the collector is away: no request waits for it. Attributes are named by
 OpenTelemetry's GenAI conventions and, where these have no name, as in vLLM. Prompts and answers are
 not in the record and thus not in a trace.

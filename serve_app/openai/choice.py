@@ -269,7 +269,7 @@ class RegionChoiceState(ChoiceState):
 
 
 def _without(markers: Mapping[int, str], text: str) -> str:
-    """Removes special tokens that delimited nothing."""
+    """Removes special tokens that delimited no region."""
     for marker in markers.values():
         if marker in text:
             text = text.replace(marker, "")

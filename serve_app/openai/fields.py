@@ -197,7 +197,7 @@ class StreamOptions(BaseModel):
 class GenerationFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refused: ClassVar[frozenset[str]] = frozenset()  # if truthy, at this endpoint only
-    cuts_max_tokens: ClassVar[bool] = False  # to what fits, instead of a refusal
+    cuts_max_tokens: ClassVar[bool] = False  # to the tokens left, instead of a refusal
 
     model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: Adapters = ()  # of the base that `model` names

@@ -21,7 +21,7 @@ MAX_OBJECT_KEYS = 4096
 MAX_CONTAINERS = 1 << 16
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-# What Python's parser says -> what it means.
+# The message of Python's parser -> its meaning.
 _SYNTAX = {
     "Expecting value": "a value is missing or is not JSON",
     "Expecting ',' delimiter": "a comma or the closing bracket is missing",
@@ -115,8 +115,8 @@ def parse_json(raw: bytes) -> object:
 
 
 def strict_json(text: str) -> object:
-    """Returns the value. Raises ValueError for what Python takes and JSON has not, and for a key
-    that an object has twice, in words without Python's; RecursionError for deep nesting."""
+    """Returns the value. Raises ValueError for syntax that Python accepts beyond JSON, and for a
+    key that an object has twice, in words other than Python's; RecursionError for deep nesting."""
     try:
         value: object = json.loads(
             text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant

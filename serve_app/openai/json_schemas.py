@@ -53,7 +53,7 @@ _SCHEMA_KEYS = (
 )
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-# Keyword -> the values with which it constrains nothing: the library refuses some even then.
+# Keyword -> the values with which it has no effect: the library refuses some even then.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
@@ -68,8 +68,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 # draft, which the library passes over.
 _REFUSED_KEYS = ("x-guidance", "divisibleBy", "disallow", "extends")
 _SCALARS = ("string", "number", "integer", "boolean", "null")
-# Keywords that combine the properties of an object with those of other schemas, and keywords that
-# speak of properties which `properties` does not list.
+# Keywords that combine the properties of an object with those of other schemas, and keywords about
+# properties which `properties` does not list.
 _COMBINING_KEYS = frozenset(
     ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 )
@@ -231,11 +231,11 @@ def _check_depth(value: object, where: str, depth: int = 0) -> None:
 
 
 def closed(schema: Schema) -> dict[str, object]:
-    """Returns a schema whose objects have only the properties that it lists, unless it speaks of
-    others: as vLLM by default, for a small model adds properties without end. Every document of the
-    result is one of the schema. Schemas that combine objects, which may each list a part of the
-    properties, are returned unchanged, and those of which at most one may match: what a closed one
-    refuses, the open one may match too."""
+    """Returns a schema whose objects have only the properties that it lists, unless it has keywords
+    about others: as vLLM by default, for a small model adds properties without end. Every document
+    of the result is a document of the schema. Schemas that combine objects, which may each list a
+    part of the properties, are returned unchanged, as are schemas of which at most one may match: a
+    document that a closed schema refuses may match the open schema too."""
     for _, part in _schemas(schema, ""):
         all_of, one_of = part.get("allOf"), part.get("oneOf")
         is_combined = isinstance(all_of, list) and len(all_of) > 1
@@ -298,7 +298,7 @@ def _num_containers(value: object) -> int:
 
 
 def _without_neutral(schema: Schema) -> dict[str, object]:
-    """Returns the schema without keywords that constrain nothing."""
+    """Returns the schema without keywords that have no effect."""
     kept = {
         key: value
         for key, value in schema.items()

@@ -28,7 +28,7 @@ MIN_LOGPROB = -9999.0
 PART_ENTRIES = 4096  # about 5 ms of work, and 1 ms to encode for a worker
 
 Shape = Literal["chat", "completion", "prompt"]
-# Token id, log-probabilities (None for the first token of a prompt, which nothing predicts), and
+# Token id, log-probabilities (None for the first token of a prompt, which has no prediction), and
 # the token's offset in the text.
 Position = tuple[int, TokenLogprobs | None, int]
 Lists = dict[str, bytes]  # list name -> JSON of its items, without brackets

@@ -23,7 +23,8 @@ from serve_app.openai.tools import Tool, ToolChoice, schemas
 from serve_app.text.response_template import CallFormat, ResponseTemplate
 
 _FREE = r"/(.|\n)*/"
-# Of a tool's parameters that are written one by one: the calls have the listed ones alone.
+# The allowed keys of a tool's parameters that are written one by one: the calls have the listed
+# parameters alone.
 _KEYS_OF_PARAMETERS = frozenset(
     (
         *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
@@ -132,8 +133,8 @@ def _lark(writer: _GrammarWriter, start: str, thinking: Thinking) -> Grammar:
 def _reasoning_prefix(
     writer: _GrammarWriter, template: ResponseTemplate, thinking: Thinking
 ) -> str:
-    """Returns the rule of what precedes the constrained text: the rest of reasoning that the prompt
-    opened, or reasoning that the model may open."""
+    """Returns the rule of the text before the constrained text: the rest of reasoning that the
+    prompt opened, or reasoning that the model may open."""
     if thinking.is_open and thinking.end_id is not None:
         return r"/\n{0,2}/ "
     region = template.reasoning

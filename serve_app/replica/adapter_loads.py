@@ -64,7 +64,7 @@ class LoadResult:
 
 
 def slowest(sources: Sequence[Source | None]) -> Source | None:
-    """Returns where the adapter was for which a request waited longest; None: all in memory."""
+    """Returns the place of the adapter that a request waited longest for; None: all in memory."""
     return "registry" if "registry" in sources else "disk" if "disk" in sources else None
 
 
@@ -105,7 +105,7 @@ class AdapterLoads:
         call: Callable[[Sequence[LoadResult]], Awaitable[object]],
     ) -> None:
         """Loads the adapters, all at once, and awaits `call`, again if the engine evicted one
-        meanwhile, from the device or from host memory. The failure of one fails the use."""
+        meanwhile, from the device or from host memory. A failed load fails the use."""
         for tries_left in reversed(range(_NUM_TRIES)):
             loaded = await asyncio.gather(*(self.ensure(one) for one in adapters))
             try:
@@ -125,8 +125,8 @@ class AdapterLoads:
             del self._tasks[digest]
 
     def versions(self, residents: Iterable[Resident]) -> Mapping[str, AdapterVersion]:
-        """Returns the versions of the adapters in the engine's memory, by digest, and forgets those
-        of all others that are not being loaded."""
+        """Returns the versions of the adapters in the engine's memory, by digest, and forgets the
+        versions of all other adapters that are not being loaded."""
         kept = {one.digest for one in residents}
         kept |= {digest for digest, task in self._tasks.items() if not task.done()}
         self._versions = {d: version for d, version in self._versions.items() if d in kept}

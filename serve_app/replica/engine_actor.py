@@ -67,7 +67,7 @@ class EngineHost:
         metrics: EngineMetrics,
         stall_timeout_s: float = 60.0,
     ) -> None:
-        """`stall_timeout_s`: a step that lasts longer counts as hung, whatever is usual."""
+        """`stall_timeout_s`: a step that lasts longer counts as hung in any case."""
         self._engine = engine
         self._stall_timeout_s = stall_timeout_s
         self._metrics = metrics
@@ -344,7 +344,7 @@ class EngineActor(EngineHost):
         engine = await (in_background if can_lower else asyncio.to_thread)(self._open)
         metrics = self._new_metrics(engine.model_limits)
         super().__init__(engine, self._engine_id, metrics, self._stall_timeout_s)
-        # What is there now stays for good. A collection that visits it takes 150 ms, in which no
+        # The present objects stay for good. A collection that visits them takes 150 ms, in which no
         # thread steps: each stream had a gap of as much from time to time.
         gc.collect()
         gc.freeze()

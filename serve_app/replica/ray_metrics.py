@@ -1,8 +1,8 @@
 """The engine's metrics through Ray: Ray's Serve LLM dashboard reads vLLM's names as `ray_vllm_*`.
 
 They are exported by the Serve replica's process, because the dashboard joins them with Serve's own
-series by the worker's id. Ray's histograms take one value at a time: what came since the last
-update is put into the same buckets, with values inside them that add up to the same sum.
+series by the worker's id. Ray's histograms take one value at a time: the counts since the last
+update are put into the same buckets, as values inside them that add up to the same sum.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RayExport:
     def _growth(
         self, name: str, tags: Mapping[str, str], numbers: Sequence[float]
     ) -> tuple[float, ...]:
-        """Returns how much each number has grown since the last update."""
+        """Returns the growth of each number since the last update."""
         key = name, tuple(tags.items())
         last = self._last.get(key, (0.0,) * len(numbers))
         self._last[key] = tuple(numbers)

@@ -94,8 +94,8 @@ class CandidateSampler:
             self._prefixes.put(digest, replica_id)
 
     def _recent(self, request: RoutingRequest) -> list[str]:
-        """Returns where the request's adapter and session went, and its two longest prefixes that
-        went elsewhere."""
+        """Returns the replicas to which the request's adapter and session went, and its two longest
+        prefixes that went elsewhere."""
         adapter = request.adapter
         places = list(self._adapters.get(adapter) or ()) if adapter is not None else []
         if (place := self.session_place(request.session)) is not None:

@@ -139,7 +139,7 @@ class ReplicaView:
         return any(digest in key_digests(request.adapter) for request in placed)
 
     def num_cached_tokens(self, prefixes: Sequence[int]) -> int:
-        """Returns how many tokens of a prompt the engine's prefix cache holds. Bisects: a cache
+        """Returns the number of a prompt's tokens in the engine's prefix cache. Bisects: a cache
         evicts the ends of prompts first, so it hardly ever holds a longer prefix without the
         shorter."""
         known = self.prefixes

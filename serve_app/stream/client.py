@@ -88,9 +88,9 @@ class IngressLink(asyncio.Protocol):
             raise StreamError(f"the ingress at {host}:{port} closed the connection at once")
 
     def accept(self, accepted: Accepted) -> None:
-        """Sends the acceptance with the frame of the next step, whose load counts the request. Sent
-        earlier, the router would see it with a load that does not count it, and would overbook its
-        row for the length of that step."""
+        """Sends the acceptance with the frame of the next step, whose load counts the request. If
+        it were sent earlier, the router would see it with a load that does not count the request,
+        and would overbook its row for the length of that step."""
         self._accepted.append(accepted)
 
     def send_full_state(self) -> None:

@@ -1,7 +1,7 @@
-"""The layer that finds out who calls, before the body is read and without I/O.
+"""The layer that identifies the caller, before the body is read and without I/O.
 
 The caller is then at `scope["state"]["caller"]`. A failure is a response and a count: no row, and
-nothing of the bearer in a log.
+no part of the bearer in a log.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Authenticator:
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
     ) -> Caller | None:
         """Returns the caller; None if the route is open. Raises ApiError: 401 without a valid key,
-        403 for one without the scope, 404 for no route; ServiceUnavailableError while the keys are
-        unknown."""
+        403 for a key without the scope, 404 for no route; ServiceUnavailableError while the keys
+        are unknown."""
         access = required(method, path)
         if access == "open":
             return None
@@ -120,7 +120,7 @@ class AuthenticationMiddleware:
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, note: Note | None = None
     ) -> None:
-        """`note` receives each administrative act that succeeded, but those on keys, which the
+        """`note` receives each administrative act that succeeded, except acts on keys, which the
         manager notes itself."""
         self._app = app
         self._authenticator = authenticator

@@ -10,7 +10,7 @@ MAX_S = 100 * 365 * 86_400
 
 
 def seconds_of(text: str) -> float:
-    """Returns a duration in seconds. Raises ValueError, which says what the text must be."""
+    """Returns a duration in seconds. Raises ValueError with the form that the text must have."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise ValueError("must be a number with s, m, h, d, w or mo, such as 30d")

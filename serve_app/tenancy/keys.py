@@ -28,7 +28,7 @@ _ID = re.compile(rf"[a-z0-9]{{{_ID_CHARS}}}")
 
 
 class PepperError(Exception):
-    """The pepper cannot be used; the message says where it is and why."""
+    """The pepper cannot be used; the message has its place and the reason."""
 
 
 def new_id() -> str:

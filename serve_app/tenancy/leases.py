@@ -4,10 +4,10 @@ An ingress claims amounts for the keys that are active there, once per second an
 lease runs dry, in one call at a time. Two kinds of limits:
 
 - requests and tokens per minute: a bucket that refills at the limit's rate. A grant is taken from
-  it, so all ingresses together never admit more than the bucket's size and what flowed into it.
+  it, so all ingresses together never admit more than the bucket's size and its inflow.
   Tokens of one request that needs more than the bucket holds are granted whole and leave a debt.
-- parallel requests, tokens per day and per month: a total. A grant says how much of it the ingress
-  may have in use; claims are absolute, so a lost message does no harm.
+- parallel requests, tokens per day and per month: a total. A grant is the amount of it that the
+  ingress may have in use; claims are absolute, so a lost message does no harm.
 
 Each ingress gets at most its fair share (max-min) of the present amount. While the manager is away
 an ingress continues by the last grant's `alone`: its part of the rate, or of the rest of a total.
@@ -55,9 +55,9 @@ class Claim:
 class Grant:
     """The answer to a claim."""
 
-    amount: float  # of a rate: to add to the lease; of a total: what the ingress may have in use
+    amount: float  # of a rate: to add to the lease; of a total: the most that it may have in use
     alone: float  # while the manager is away: per second of a rate; of a total: in addition
-    remaining: float  # what the key may still use now, at all ingresses
+    remaining: float  # the rest that the key may use now, at all ingresses
     wait_s: float  # until there is more; 0 if it covers the need
 
 
@@ -75,8 +75,9 @@ class LeaseRequest:
 
 
 def fair_share(amount: float, want: float, others: Iterable[float]) -> float:
-    """Returns the max-min fair share of `amount` for one that wants `want` next to others that want
-    so much: nobody gets more than it wants, and nobody less than another that wants more."""
+    """Returns the max-min fair share of `amount` for an ingress that wants `want`, where the other
+    ingresses want `others`: no ingress gets more than it wants, and an ingress that gets less gets
+    no less than any other."""
     wants = sorted([want, *others])
     for index, least in enumerate(wants):
         even = amount / (len(wants) - index)
@@ -116,7 +117,7 @@ class _Bucket:
     def grant(
         self, ingress_id: str, claim: Claim, size: float, now_s: float, *, is_whole: bool
     ) -> Grant:
-        """`is_whole`: a part of the unit is of no use, and nothing leaves a debt."""
+        """`is_whole`: a part of the unit is of no use, and no grant leaves a debt."""
         rate = self.rate = claim.limit / 60
         self.level += rate * (now_s - self.updated_s) + claim.returned
         self.level = min(self.level, size)
@@ -127,7 +128,7 @@ class _Bucket:
                 self.level = min(self.level, 0.0)  # all were alone, and spent it
             self.level -= claim.alone * (now_s - self.reset_s)
         others = _fresh(self.holders, ingress_id, now_s)
-        # What the others would claim now.
+        # The claims that the others would make now.
         wants = [one.claim.demand * min(now_s - one.claimed_s, LEASE_S) for one in others]
         amount = 0.0
         if self.level > 0:
@@ -152,7 +153,7 @@ class _Total:
     """A limit of the sum over all ingresses."""
 
     updated_s: float
-    settled_s: float  # until then ingresses may hold slots of which this manager knows nothing
+    settled_s: float  # until then ingresses may hold slots that this manager does not count
     holders: dict[str, _Holder] = field(default_factory=dict)
 
     def grant(
@@ -166,7 +167,7 @@ class _Total:
         is_whole: bool,
     ) -> Grant:
         """`used`: recorded already; `reset_s`: until the total begins again; `is_whole`: a part
-        of the unit is of no use, and nothing goes beyond the total."""
+        of the unit is of no use, and no grant goes beyond the total."""
         self.updated_s = now_s
         for name in [n for n, one in self.holders.items() if now_s - one.claimed_s > MAX_AGE_S]:
             del self.holders[name]

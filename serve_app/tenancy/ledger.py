@@ -59,7 +59,7 @@ class Ledger:
         )
 
     def record(self, batch: UsageBatch, now_s: float) -> bool:
-        """Adds a batch to the sums of this hour. Returns False, and adds nothing, if it was
+        """Adds a batch to the sums of this hour. Returns False, without an addition, if it was
         recorded before. Raises StoreUnavailableError."""
         hour = int(now_s // HOUR_S * HOUR_S)
         rows = [
@@ -172,9 +172,9 @@ class UsageBook:
         return await asyncio.to_thread(self._ledger.groups, query, self._prices)
 
     def turn(self, now_s: float) -> dict[LimitName, float]:
-        """Begins a new day and month when it is time, and the next batch reads what is recorded of
-        them: a clock that is set back returns to a day with use. Returns the seconds until the next
-        ones."""
+        """Begins a new day and month when it is time, and the next batch reads their recorded use:
+        a clock that is set back returns to a day with use. Returns the seconds until the next day
+        and month."""
         resets: dict[LimitName, float] = {}
         for name, (begin_s, end_s) in _periods(now_s).items():
             if self._began_s.setdefault(name, begin_s) != begin_s:
@@ -208,7 +208,7 @@ class UsageBook:
 async def _to_its_end(
     write: Callable[[UsageBatch, float], bool], batch: UsageBatch, now_s: float
 ) -> bool:
-    """Writes in a thread. A caller that is cancelled waits for it: the next one would read a day
+    """Writes in a thread. A caller that is cancelled waits for it: the next call would read a day
     without the batch and a month with it."""
     writing = share(asyncio.to_thread(write, batch, now_s), "record-usage")
     try:

@@ -30,7 +30,7 @@ class _Rate:
     limit: int
     alone: float  # per second, while the manager is away
     credited_s: float  # when an answer, or a refill without the manager, came last
-    least: float = 0.0  # a request without the manager needs so much; 0: more than nothing
+    least: float = 0.0  # a request without the manager needs so much; 0: any positive amount
     balance: float = 0.0  # negative: requests used more than was expected
     offered: float = 0.0  # since the last claim
     demand: float = 0.0  # mean per second
@@ -135,7 +135,7 @@ class KeyLease:
 
     def change(self, policy: KeyPolicy, num_ingresses: int) -> None:
         """Applies a changed policy. Limits that it has had keep their leases; in the total of a
-        new one, open requests count."""
+        new limit, open requests count."""
         self.policy = policy
         self.dry_until_s = -math.inf  # by limits that may be gone
         now_s = self.used_s
@@ -311,7 +311,7 @@ class KeyLease:
         return headers
 
     def _needs(self, name: LimitName) -> Collection[float]:
-        """Returns what the waiting requests need of this limit, the first first."""
+        """Returns the needs of the waiting requests for this limit, the first first."""
         if name in ("requests", "parallel"):
             return (1.0,) * len(self._waiting)
         return self._waiting.values()

@@ -1,5 +1,5 @@
-"""JSON Web Tokens of an issuer (OpenID Connect) as bearers: issuer, audience and claims decide who
-calls. RFC 7519 and 7515, signed with RS256 or ES256 and nothing else; keys by RFC 7517.
+"""JSON Web Tokens of an issuer (OpenID Connect) as bearers: issuer, audience and claims identify
+the caller. RFC 7519 and 7515, signed with RS256 or ES256 only; keys by RFC 7517.
 
 PyJWT verifies them. The two algorithms are fixed here, so that no header of a token chooses another
 one; the times are compared with the caller's clock. A request waits for a fetch of the issuer's
@@ -211,7 +211,7 @@ def _read_keys(url: str, document: object) -> dict[str, jwt.PyJWK]:
 
 
 def _read_key(found: dict[str, Any]) -> jwt.PyJWK | None:
-    """Returns a public key; None for one of another kind or purpose, or a damaged one."""
+    """Returns a public key; None for a key of another kind or purpose, or a damaged key."""
     algorithm = {"RSA": "RS256", "EC": "ES256"}.get(str(found.get("kty")))
     if algorithm is None or found.get("use", "sig") != "sig":
         return None

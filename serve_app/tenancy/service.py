@@ -78,7 +78,7 @@ class KeyService:
         keep(self._follow, "key-store")
 
     async def delta(self, known: str, timeout_s: float) -> KeyDelta | None:
-        """Returns the changes since the revision that an ingress knows, as soon as there are any;
+        """Returns the changes since the revision of an ingress, as soon as there are any;
         None at the time-out, and while the database has never been read."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -91,7 +91,7 @@ class KeyService:
 
     async def order(self, order: KeyOrder) -> tuple[KeyLine, str]:
         """Carries out an order. Returns the key, and its text if it has a new secret. Raises
-        ApiError, ConflictError and StoreUnavailableError; then nothing has changed."""
+        ApiError, ConflictError and StoreUnavailableError; then the keys are unchanged."""
         async with self._lock:
             await self._refresh_for_order()
             text = ""
@@ -238,7 +238,7 @@ class KeyService:
         if epoch != self._epoch or int(number) < oldest - 1:
             entries = tuple(_entry(key) for key in self._keys.values() if key.revoked_s is None)
             return KeyDelta(self._name(), entries, (), True, self._pepper)
-        # The newest are at the right: only those since the revision are looked at.
+        # The newest changes are at the right: only changes since the revision are looked at.
         ids: set[str] = set()
         for change, key_id in reversed(self._changes):
             if change <= int(number):

@@ -86,7 +86,7 @@ class StoredKey:
 class Store:
     def __init__(self, url: str, mounts: Path = _MOUNTS) -> None:
         """`mounts`: the kernel's list of mounts. Raises ValueError if `url` names no database that
-        can be used, such as SQLite on a network disk; connects to nothing."""
+        can be used, such as SQLite on a network disk; opens no connection."""
         try:
             parsed = make_url(url)
             self.dialect = parsed.get_backend_name()
@@ -134,7 +134,7 @@ class Store:
                 )
 
     def read_keys(self) -> tuple[int, tuple[StoredKey, ...]]:
-        """Returns the revision and every key, revoked ones included."""
+        """Returns the revision and every key, revoked keys included."""
         with self._connection() as connection:
             number = _revision(connection)
             rows = connection.execute(select(KEYS).order_by(KEYS.c.created_s)).mappings()
@@ -233,7 +233,7 @@ def _open(url: URL) -> Engine:
 
 
 def _check_disk(database: str, mounts: Path) -> None:
-    """Raises ValueError if this SQLite file is on a network disk, as far as the kernel knows."""
+    """Raises ValueError if this SQLite file is on a network disk by the list of mounts."""
     if database == ":memory:":
         return
     path = Path(database.removeprefix("file:").partition("?")[0]).resolve()

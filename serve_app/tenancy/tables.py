@@ -49,7 +49,7 @@ KEYS = Table(
     Column("previous_until_s", Double),
 )
 
-# Append-only: nothing in the code changes or removes a row.
+# Append-only: no code changes or removes a row.
 AUDIT = Table(
     "audit",
     METADATA,

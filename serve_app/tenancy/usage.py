@@ -98,7 +98,7 @@ class UsageMeter:
         sums.add(usage)
 
     async def send(self) -> None:
-        """Sends what there is. A batch that fails stays."""
+        """Sends the use so far. A batch that fails stays."""
         if self._batch is None:
             if not self._sums:
                 return
@@ -114,7 +114,7 @@ class UsageMeter:
                 self._on_recorded(key.key_id, usage.num_tokens)
 
     async def close(self) -> None:
-        """Sends what is left, at the end of an ingress whose requests have ended."""
+        """Sends the rest of the use, at the end of an ingress whose requests have ended."""
         if self._task is not None:
             self._task.cancel()
         try:

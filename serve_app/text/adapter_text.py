@@ -1,4 +1,4 @@
-"""The text files that an adapter brings beside its weights: what of them differs from its base's.
+"""The text files that an adapter brings beside its weights, as far as they differ from its base's.
 
 Training libraries store the tokenizer and the chat template next to an adapter. `own_files`
 compares them with the base's and returns the small part that differs, or refuses the adapter:
@@ -47,7 +47,7 @@ MAX_TOKENIZER_BYTES = 64 * 1024**2
 # Compiling costs 70 us a token, in a thread of the ingress. A template of 5 KB has about 1,400.
 MAX_TEMPLATE_TOKENS = 8192
 MAX_RESPONSE_TEMPLATE_BYTES = 64 * 1024
-MAX_OWN_BYTES = 192 * 1024  # of all own files of an adapter: an ingress keeps those of hundreds
+MAX_OWN_BYTES = 192 * 1024  # of all own files of an adapter; an ingress keeps hundreds of adapters
 # Own files in words, for users.
 BROUGHT = {
     CHAT_TEMPLATE: "chat template",

@@ -57,9 +57,9 @@ class BaseText:
         base: BaseText | None = None,
         own_eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`response_spec`: see `choose_template`, whose errors it raises; `source`: of
-        `template`; `base`: of which this is an adapter's text side; `own_eos_token_ids`: those of
-        a base that its engine does not know."""
+        """`response_spec`: see `choose_template`, whose errors it raises; `source`: the source of
+        `template`; `base`: the base of which this is an adapter's text side; `own_eos_token_ids`:
+        the ids of a base that its engine lacks."""
         self.tokenizer = tokenizer
         self.template = template
         self.special_tokens = dict(special_tokens)
@@ -195,8 +195,8 @@ def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def template_source(files: Mapping[str, bytes]) -> str | None:
-    """Returns the template of the first file that has one, in transformers' order: that of its
-    older processors, the one of a file of its own, the configuration's."""
+    """Returns the template of the first file that has one, in transformers' order: the file of its
+    older processors, the template's own file, the tokenizer's configuration."""
     if PROCESSOR_TEMPLATE in files:
         source = _template_in(files, PROCESSOR_TEMPLATE)
         if source is None:
@@ -211,7 +211,7 @@ def template_source(files: Mapping[str, bytes]) -> str | None:
 
 
 def _template_in(files: Mapping[str, bytes], name: str) -> str | None:
-    """Returns the template of a JSON file, of several the "default" one."""
+    """Returns the template of a JSON file; of several templates, "default"."""
     source = read_object(files, name).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
@@ -236,8 +236,8 @@ def with_response_template(files: Mapping[str, bytes], family: str) -> dict[str,
 def _response_template(
     spec: object, source: str | None, *, is_base: bool
 ) -> ResponseTemplate | None:
-    """Returns the template by which answers are read. A base whose own is invalid, or of a later
-    version of the format, answers in text; an adapter is refused."""
+    """Returns the template by which answers are read. A base whose own template is invalid, or of a
+    later version of the format, answers in text; an adapter is refused."""
     try:
         return choose_template(spec, source)
     except UnsupportedModelError as error:
@@ -273,7 +273,7 @@ def _eos_token_ids(
 def _unknown_eos_token_ids(
     files: Mapping[str, bytes], tokenizer: TextTokenizer, special: Mapping[str, str]
 ) -> frozenset[int]:
-    """Returns the end of text that the tokenizer's files name and the engine does not know. It
+    """Returns the end of text that the tokenizer's files name and the engine lacks. The engine
     reads the ids of generation_config.json, or else of config.json; trainers that give a model
     another end of a turn may change the tokenizer alone."""
     config = read_object(files, "config.json")

@@ -32,7 +32,7 @@ class CutCall:
 
     value: Any  # as `Region.value` returns it
     is_whole: bool = False
-    arguments: str = ""  # of a call that is cut; empty: those of the value without their end
+    arguments: str = ""  # of a call that is cut; empty: arguments of the value without their end
 
 
 def cut_calls(region: Region, text: str, captures: Mapping[str, str]) -> list[CutCall]:

@@ -144,7 +144,7 @@ class ResponseTemplate:
         return replace(self, regions=kept)
 
     def turn_start(self, prompt: str) -> str:
-        """Returns the part of the answer that the prompt has already begun; nothing if the search
+        """Returns the part of the answer that the prompt has already begun; empty if the search
         needs too long."""
         end: int | None = None
         try:

@@ -92,7 +92,7 @@ class JobFailure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class JobResult(msgspec.Struct, frozen=True, tag="done"):
-    value: msgspec.Raw  # what the job returns, as msgpack
+    value: msgspec.Raw  # the job's result, as msgpack
     resident_bytes: int  # of this process, after the job
 
 

@@ -80,7 +80,7 @@ def check(
 
 
 def _check_result(report: EffectReport, name: str) -> None:
-    """Raises Failure if the adapter changes nothing or differs from PEFT's."""
+    """Raises Failure if the adapter has no effect, or if its results differ from PEFT's."""
     if report.verdict != "changes":
         raise Failure(f"adapter {name}: {report.reason}")
     parity = report.parity

@@ -104,8 +104,8 @@ def adapter(
 
 
 def _print_fit(folder: Path) -> None:
-    """Prints what the base needs before its weights are read. What is refused, the registration
-    says with the name."""
+    """Prints the needs of the base before its weights are read. A refusal is left to the
+    registration, whose error has the base's name."""
     with suppress(UnsupportedModelError):
         print_facts(estimate_fit(folder).facts().items())
 

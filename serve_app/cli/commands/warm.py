@@ -33,7 +33,7 @@ def warm(file: Path, device: str | None, tracking_uri: str | None) -> None:
     if tracking_uri is not None:
         registry_args = registry_args.model_copy(update={"tracking_uri": tracking_uri})
     registry, cache = open_configured(registry_args), open_cache()
-    # The engine's lines name what was compiled and where it is kept.
+    # The engine's lines have the number of compiled kernels and the folder that keeps them.
     logging.getLogger("engine.warm_up").setLevel(logging.INFO)
     models = []
     for model in args.models:

@@ -1,8 +1,8 @@
 """Makes the demo once: converts the base into HOME/demo, registers it and its four adapters.
 
-A second call changes nothing; concurrent calls wait for each other. What converts and checks is
-imported when there is something to do: torch and transformers take seconds, which each start of the
-demo by `make` would pay.
+A second call has no effect; concurrent calls wait for each other. The modules that convert and
+check are imported when there is work to do: torch and transformers take seconds, which each start
+of the demo by `make` would pay.
 Ignorant of Ray and HTTP.
 """
 

@@ -1,5 +1,5 @@
 """The signatures of `loraplex`'s commands: names, options, help.
 
-Nothing here imports more than typer, so that --help answers at once; the bodies are in
+No module here imports more than typer, so that --help answers at once; the bodies are in
 `../commands/`.
 """

@@ -48,7 +48,7 @@ def activated(request: Request, invocation: ListLike[int]) -> Request:
 
 def by_adapter(batch: ScheduledBatch) -> ScheduledBatch:
     """Sorts a batch so that tokens of one adapter are adjacent: its weights are then read once for
-    all of them. Those before the activation of their adapter are the base's."""
+    all of them. Tokens before the activation of their adapter are the base's."""
 
     def last_key(item: ScheduledSequence) -> str:
         return adapter_at(item.sequence.request, item.end - 1) or ""

@@ -4,7 +4,7 @@ Younger sequences pass over a waiting sequence whose adapter finds no room. Afte
 them, no younger sequence that needs an adapter is admitted before it, so that running sequences end
 and free the room; sequences without an adapter need no room and still pass. The barrier holds only
 while some running sequence holds an adapter, hence it cannot lock the engine. Sees adapter keys
-only; the pool decides what has room.
+only; the pool decides which adapters have room.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 On CUDA all copies, of both directions, are on one stream, in the order of the calls: a block that
 is read for a store is written by a later load in this order, too. A copy begins after all steps
-that were launched before the call; steps that are launched later wait for a copy only if they are
-told to. On a CPU a copy has ended when the call returns. One thread calls it. CUDA's copy engines
-are used and no kernel: multiprocessors are left to the steps.
+that were launched before the call; steps that are launched later wait for a copy only after
+`hold_steps`. On a CPU a copy has ended when the call returns. One thread calls it. CUDA's copy
+engines are used and no kernel: multiprocessors are left to the steps.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class CudaBlockCopier(_Copier):
 
 
 class _GroupCopy:
-    """A copy of all ranks. The first rank's end is that of the others for what is launched after
-    the caller has learned of it."""
+    """A copy of all ranks. Its end on the first rank counts as its end on the others for work
+    that is launched after the caller has seen it."""
 
     def __init__(self, own: BlockCopy, note_end: Callable[[], None]) -> None:
         self.own, self.note_end = own, note_end
@@ -212,7 +212,7 @@ class FollowerBlockCopier:
 
 
 def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields pairs with the number of those that follow them one by one: each is one copy."""
+    """Yields runs of consecutive pairs: the first pair of each, and its length. A run is a copy."""
     pairs = list(zip(first, second, strict=True))
     starts = [0]
     for index, ((a, b), (next_a, next_b)) in enumerate(pairwise(pairs), 1):

@@ -1,7 +1,7 @@
 """A base's tensors as a decoder needs them, plain, dequantized or as 4-bit integers, whatever form
 the files have.
 
-Every expected tensor must be there with its shape, and no other, but for a few that mean nothing
+Every expected tensor must be there with its shape, and no other, but for a few without effect
 and for the parts of a larger model that no text reaches. All names, shapes and types are checked
 before a weight is read. Reads tensor by tensor, and dequantizes in slices of rows on the device
 that receives them.
@@ -72,7 +72,7 @@ class _Entry:
     key: str
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
-    order: int  # among those of its file
+    order: int  # among the tensors of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Checkpoint:
         first = self._plain | {
             name: next(iter(weight.parts.values())) for name, weight in self._quantized.items()
         }
-        # In the order of the files, which is what disks and their caches expect.
+        # In the order of the files, as disks and their caches expect.
         for name in sorted(first, key=lambda name: (first[name].path, first[name].order)):
             if name in leave_out:
                 continue
@@ -254,7 +254,7 @@ class Checkpoint:
         return entries
 
     def _known_name(self, key: str) -> str | None:
-        """Returns the name of a tensor in a model of text; None: it means nothing to a text."""
+        """Returns the name of a tensor in a model of text; None: no text needs it."""
         name = key
         if self._config.is_text_part:
             if is_of_other_part(key):
@@ -291,7 +291,7 @@ class Checkpoint:
                 missing.append(name)
             else:
                 missing.append(f"{module}.{main_part(scheme)}")
-        # Without a quantization, quantized parts are unknown and tell more than a missing weight.
+        # Without a quantization, quantized parts are unknown and show more than a missing weight.
         if not missing or self._config.quantization is None:
             for entry in entries.values():
                 raise UnsupportedModelError(
@@ -362,7 +362,7 @@ def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tens
     time; None: there is none. The files are looked at when it is first called."""
     opened = lru_cache(1)(partial(Checkpoint, folder, config))
     newest = lru_cache(1)(lambda name: opened().read(name))
-    # Those that a caller still holds, whatever other threads read meanwhile.
+    # The parameters that a caller still holds, whatever other threads read meanwhile.
     held: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
     lock = threading.Lock()
 

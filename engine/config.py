@@ -19,12 +19,12 @@ class EngineConfig:
     backend: Literal["auto", "reference", "triton"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
-    # Of the layers' linears. none: all are dequantized to dtype; auto: those that are stored in 4
-    # bits stay so where kernels multiply them; int4: everywhere; fp8: e4m3, quantised as they are
-    # read. The kernels of 4 bits have not run on a GPU: auto is not the default.
+    # The form of the layers' linears. none: all are dequantized to dtype; auto: linears that are
+    # stored in 4 bits stay so where kernels multiply them; int4: everywhere; fp8: e4m3, quantised
+    # as they are read. The kernels of 4 bits have not run on a GPU: auto is not the default.
     quantization: QuantizationSetting = "none"
     # Ranks that compute the model together, each with a part of every layer. Sizes in bytes are
-    # those of each rank, but for adapter_host_bytes and kv_host_bytes
+    # per rank, but for adapter_host_bytes and kv_host_bytes
     tensor_parallel_size: int = 1
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     max_model_len: int | None = None  # None: the model's own limit

@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def usual_step_s(self) -> float:
-        """The longest recent step like those in flight."""
+        """The longest recent step like the steps in flight."""
         return self._times.usual_step_s
 
     @property
@@ -305,7 +305,7 @@ class Engine:
         return step
 
     def _draw(self, step: Step) -> None:
-        """Draws the tokens that need those which were committed just now. A draw that fails gives
+        """Draws the tokens that need the tokens committed just now. A draw that fails gives
         no token: a step without memory is repeated in parts, and any other error ends its
         requests."""
         if step.launched is None:

@@ -29,7 +29,7 @@ _RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    size: int  # rows: sequences, or those with the tokens of their drafts; of pieces: tokens
+    size: int  # rows: sequences, or also the tokens of their drafts; of pieces: tokens
     lora: LoraReach
 
 
@@ -40,7 +40,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def capture_graph(run: Callable[[], T], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures what `run` launches, which must have run before, and returns its result.
+    """Captures the launches of `run`, which must have run before, and returns its result.
 
     `torch.cuda.graph` empties the allocators' caches before each capture, the pinned one included:
     4.8 of the 9 s that 884 graphs took (H200).

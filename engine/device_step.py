@@ -136,7 +136,7 @@ class DeviceSteps:
             torch.zeros(num_draws, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)
         ]
         self._turn = 0
-        # Of steps that were followed, with the rows of each sequence, until they are requested.
+        # The prompts of followed steps, with the rows of each sequence, until they are requested.
         self._kept_prompts: deque[tuple[_Prompts, tuple[int, ...]]] = deque(maxlen=2)
         # Rows of the newest step; none before its draw, so that no step builds on an undrawn one.
         self._drawn_rows: dict[Choice, int] = {}
@@ -218,7 +218,7 @@ class DeviceSteps:
 
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
         layout = self._write(batch)
-        # The parameters are those of a sequence: its rows, many with a draft, are not asked.
+        # The parameters belong to a sequence: its rows, many with a draft, need no check.
         drawing = [part for part in batch.sequences if part.samples]
         is_late = any(draws_late(part) for part in drawing)
         if is_late or any(changes_logits(part) for part in drawing):
@@ -290,7 +290,7 @@ class DeviceSteps:
         self._model.ranks.broadcast_(self._drawn[:count])
 
     def follow_prompts(self, number: int) -> None:
-        """Computes the logits of the prompt rows of a step, as the first rank does. Those of
+        """Computes the logits of the prompt rows of a step, as the first rank does. Rows of
         earlier steps are not requested any more."""
         while self._kept_prompts:
             prompts, counts = self._kept_prompts.popleft()

@@ -3,7 +3,7 @@
 Two things are learned. The share of draft tokens that are drawn, by the length of the match before
 them: for each source of drafts, and for each sequence in relation to its source. It is learned from
 drafts that no step verified, too, so a gate that is closed costs nothing and opens by itself. And
-the duration of steps, by their sequences and draft tokens. Chosen is the number of draft tokens
+the duration of steps, by their sequences and draft tokens. The choice is the number of draft tokens
 with the most expected tokens per second, as in "TurboSpec" (Liu et al., arXiv 2406.14066). Pure.
 """
 
@@ -59,7 +59,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class OwnAcceptance:
-    """The trials of one sequence, in relation to those that its source let expect."""
+    """The trials of one sequence, in relation to the expectation from its source."""
 
     source: Acceptance
     hits: float = _OWN_WEIGHT
@@ -150,7 +150,7 @@ class DraftGate:
         return self._size_of(num_sequences) is None
 
     def _size_of(self, num_sequences: int) -> int | None:
-        """Returns the size of the steps that stand for those of so many sequences: the nearest one
+        """Returns the size of the steps that stand for steps of so many sequences: the nearest size
         whose steps without drafts were measured lately. A batch of 32 has 31 for one step each time
         that a request ends, too few to be measured at all."""
         size = num_sequences.bit_length()
@@ -209,8 +209,8 @@ def _seconds(
     """Returns the expected duration of a step with so many draft tokens. `points`: of steps with
     drafts; a part of their cost may be the same for any number of draft tokens, as where only steps
     without drafts run ahead. Beyond the only point more rows are taken to be free, as they are on a
-    GPU that reads its weights, and beyond the last of several to cost half of those before: where
-    they cost more, the first step of that size shows it."""
+    GPU that reads its weights, and beyond the last of several to cost half of the rows before:
+    where they cost more, the first step of that size shows it."""
     if not points:
         return plain_s
     before, slope = points[0], 0.0

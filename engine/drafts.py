@@ -1,4 +1,4 @@
-"""Drafts: tokens that a sequence is guessed to continue with, and the seam for what guesses them.
+"""Drafts: the guessed next tokens of a sequence, and the seam for the drafters that guess them.
 
 A step computes a draft with the newest token and draws after each of its tokens. The draws that a
 step without it would have made are kept (`engine.outputs.kept_draws`), so a drafter changes the

@@ -29,8 +29,8 @@ class FolderReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        # Those that no thread reads into. The first has room for an adapter of rank 16, whose file
-        # is in 16 bits also where the pool is in int8.
+        # The buffers that no thread reads into. The first has room for an adapter of rank 16, whose
+        # file is in 16 bits also where the pool is in int8.
         pool = runner.adapters
         self._buffers = deque([ReadBuffer(pool.page_bytes * (2 if pool.is_int8 else 1))])
 

@@ -1,4 +1,4 @@
-"""The families of models that the decoder computes: for each, what differs from Llama.
+"""The families of models that the decoder computes: for each, its differences from Llama.
 
 A family is one entry of a table; no family has code of its own. `defaults` are those of Hugging
 Face's config class for keys that config.json omits, where they differ from this parser's. Free of

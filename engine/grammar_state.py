@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from engine.errors import EXCEEDED_GRAMMAR
 
 MAX_ERROR_CHARS = 500
-# Of llguidance's own threads; the others stay for the engine's thread and the device.
 # The words of llguidance where an answer needs more of the parser or the lexer than
-# `LLParserLimits` allows. Its reasons to stop do not tell them from a token that is not allowed.
+# `LLParserLimits` allows. Its reasons to stop do not set them apart from a token that is refused.
 _LIMIT = re.compile(
     r"Too many items \(limit \d+|Current row has \d+ items; max is \d+|too many states: \d+ >= \d+"
     r"|too many expressions constructed|fuel exhausted"
 )
+# Threads of llguidance's own; the others stay for the engine's thread and the device.
 NUM_MASK_THREADS = max(1, min(32, len(os.sched_getaffinity(0)) * 4 // 5))
 
 
@@ -185,7 +185,7 @@ def fill_masks(states: Sequence[GrammarState], masks: NDArray[np.int32]) -> None
         else:
             masks[row] = -1
     if constraining:
-        # The threads take neighbours: those of one lane should not wait for each other in several.
+        # The threads take neighbours: rows of one lane should not wait for each other in several.
         constraining.sort(key=lambda found: found[:2])
         work = [(matcher, row) for _, row, matcher in constraining]
         _executor().unsafe_compute_mask_ptr(

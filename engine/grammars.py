@@ -46,7 +46,7 @@ JSON_FORMAT: JsonCompileOptions = {
 }
 _STRICT: JsonCompileOptions = {
     "lenient": False
-}  # a keyword that is not enforced is refused, whatever the schema says
+}  # a keyword that is not enforced is refused, whatever the schema sets
 
 
 # Two busy cores compile 1,200 formats in 1.2 s, and a multipleOf of 999,983 in 10 s.

@@ -27,7 +27,7 @@ class KVHostLoad:
 
     num_blocks: int = 0
     num_used_blocks: int = 0
-    hit_tokens: int = 0  # of `EngineLoad.prefix_hits`: those whose KV came from the host
+    hit_tokens: int = 0  # of `EngineLoad.prefix_hits`: the tokens whose KV came from the host
     stored_bytes: int = 0  # to the host
     loaded_bytes: int = 0  # to the device
     store_s: float = 0.0  # of the copies, as the device measures them
@@ -134,7 +134,7 @@ class HostBlocks:
 
 
 class OffloadedPool(BlockPool):
-    """The device's blocks in front of a host tier: it knows which of them would be lost.
+    """The device's blocks in front of a host tier, and the record of blocks that would be lost.
 
     The name of a prefix (`engine.prefix_digests`) stays known to routers while one of the tiers has
     its last block: a copy from the host is several times faster than computing.
@@ -156,7 +156,7 @@ class OffloadedPool(BlockPool):
         host.on_evict = self._lose_on_host
 
     def next_unsaved(self, count: int) -> tuple[int, ...]:
-        """Returns those of the next `count` blocks to be allocated whose content the host lacks,
+        """Returns the blocks among the next `count` to be allocated whose content the host lacks,
         the next to be evicted first."""
         if not self._unsaved:
             return ()

@@ -81,8 +81,8 @@ class HostTables(WindowTables):
         return HostHit(end, num_tokens, kept, tuple(found))
 
     def blocks_to_allocate(self, sequence: Sequence, hit: HostHit) -> int:
-        """Returns the most blocks that a sequence with this prefix needs beside those that the
-        device has of it."""
+        """Returns the most blocks that a sequence with this prefix needs beside the prefix's blocks
+        on the device."""
         return self._most_blocks(len(sequence.token_ids), hit.end) - len(hit.kept)
 
     def publish_loaded(self, sequence: Sequence, one: HostBlock, block: int) -> None:

@@ -43,8 +43,8 @@ class LoraReach(IntEnum):
 
 
 def reach_of(runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str]) -> LoraReach:
-    """Returns the reach of a step of these runs (pages, rows). `kinds`: those that the pool has of
-    the sites of their adapters."""
+    """Returns the reach of a step of these runs (pages, rows). `kinds`: the kinds of the sites of
+    their adapters, from the pool."""
     if not any(pages for pages, _ in runs):
         return LoraReach.NONE
     if AFFINE in kinds:
@@ -71,14 +71,14 @@ class SamplingInputs:
 class ForwardInputs:
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    # Of each block table: one, or two in models of full and windowed layers.
+    # One for each block table: one, or two in models of full and windowed layers.
     slots: tuple[torch.Tensor, ...]  # [T] the KV slot of each token; below 0: none
     attention: tuple[AttentionPlan | PagedPlan, ...]
     logit_rows: torch.Tensor | None  # [rows] sampling rows, then prompt rows; None: all
     host_logit_rows: tuple[int, ...]  # the same on the host
     num_samples: int  # of logit_rows
     lora: LoraBatch | LoraPlan | None
-    # Of lm_head: a batch as `lora`; a plan of the rows that sample; None: no adapter here has it.
+    # For lm_head: a batch as `lora`; a plan of the rows that sample; None: no adapter here has it.
     head_lora: LoraBatch | LoraPlan | None
     in_flight: DeviceTokens | None = None  # None: all ids are in token_ids
     reach: LoraReach = LoraReach.ALL  # of `lora`

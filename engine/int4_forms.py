@@ -80,10 +80,10 @@ def likely_forms(model: ModelConfig, num_ranks: int = 1) -> dict[str, Int4Format
 def possible_forms(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
 ) -> tuple[Int4Forms, ...]:
-    """Returns the forms that the matrices may have that `resolve_int4` keeps, if config.json is all
-    of the base that is at hand. They differ in what the kernels depend on: the type of the scales,
-    whether a base of GPTQ has zero points, and whether ranks dequantize what they cut by columns,
-    because these are sorted."""
+    """Returns the possible forms of the matrices that `resolve_int4` keeps, if only config.json of
+    the base is at hand. They differ in the properties on which the kernels depend: the type of the
+    scales, whether a base of GPTQ has zero points, and whether ranks dequantize the matrices that
+    they cut by columns, because the columns are sorted."""
     likely = resolve_int4(replace(config, load_format="dummy"), model, dtype, capability)
     if not likely:
         return (NO_INT4,)
@@ -111,10 +111,10 @@ def possible_forms(
 def resolve_int4(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capability: Capability | None
 ) -> dict[str, Int4Format]:
-    """Returns the matrices to keep in 4 bits, by their forms. `quantization: auto` keeps those of
-    a 4-bit checkpoint where kernels multiply them, `int4` everywhere. `capability`: of the CUDA
-    device whose kernels multiply, None for the references. Reads the headers of the base's files.
-    Raises UnsupportedModelError."""
+    """Returns the matrices to keep in 4 bits, by their forms. `quantization: auto` keeps the
+    matrices of a 4-bit checkpoint where kernels multiply them, `int4` everywhere. `capability`: of
+    the CUDA device whose kernels multiply, None for the references. Reads the headers of the base's
+    files. Raises UnsupportedModelError."""
     if config.quantization not in ("auto", "int4"):
         return {}
     is_asked = config.quantization == "int4"

@@ -1,6 +1,6 @@
 """The KV tensors of one base, and the number of blocks that fit.
 
-What a block holds is the layout's; the owners of blocks are tracked elsewhere.
+The layout defines the content of a block; the owners of blocks are tracked elsewhere.
 """
 
 from __future__ import annotations

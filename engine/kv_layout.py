@@ -1,4 +1,4 @@
-"""The layout of KV blocks: which layers share a block table, and what a sequence needs.
+"""The layout of KV blocks: which layers share a block table, and how many blocks a sequence needs.
 
 Layers whose queries see every key and layers with a window are two groups, each with a block table
 of its own: blocks of the windowed group are freed when the window has passed them. Both take their
@@ -16,7 +16,8 @@ has one tensor per layer, and its entries are block numbers, unless blocks are c
 
 A contiguous block is one piece of memory, to be copied at once: the layer blocks of K, then those
 of V. Layers then have views of one tensor in models of one group, too, so kernels see the same
-tensors as those of two groups: contiguous ones, with tables whose entries are not block numbers.
+tensors as in models of two groups: contiguous ones, with tables whose entries are not block
+numbers.
 Free of tensors.
 """
 
@@ -45,8 +46,8 @@ class LayerGroup:
         return -(-num_tokens // self.size)
 
     def most_blocks(self, num_uncommitted: int) -> float:
-        """Returns the most blocks of a sequence at a time, whatever its length: those of the window
-        before its uncommitted tokens, and of these."""
+        """Returns the most blocks of a sequence at a time, whatever its length: the blocks of the
+        window before its uncommitted tokens, and of these tokens."""
         if self.window is None:
             return float("inf")
         return (self.window - 1 + num_uncommitted + 2 * self.size - 2) // self.size
@@ -66,7 +67,7 @@ class KVLayout:
 
     @property
     def num_null_blocks(self) -> int:
-        """The blocks behind those of the pool to which freed entries point: zeros, never written.
+        """The blocks behind the pool's own to which freed entries point: zeros, never written.
         Kernels read whole tiles and mask the keys before a window, which must be finite."""
         return int(self.has_windows)
 
@@ -113,7 +114,7 @@ class KVLayout:
         window = self.groups[-1].window
         assert window is not None
         usual = min(2 * window, max_model_len)
-        # Of many sequences few compute a chunk of their prompt at a time.
+        # Few of many sequences compute a chunk of their prompt at a time.
         count = num_blocks // self.blocks_needed(usual, 1)
         return max(count * usual, self.longest(num_blocks, num_uncommitted, max_model_len))
 
@@ -126,7 +127,7 @@ def kv_layout(
     is_contiguous: bool = False,
 ) -> KVLayout:
     """Returns the layout for sequences of up to `max_model_len` tokens: a window of as many hides
-    nothing. Layers have one window or none. `is_contiguous`: with each block in one piece."""
+    no key. Layers have one window or none. `is_contiguous`: with each block in one piece."""
     full: list[int] = []
     windowed: list[int] = []
     for layer, window in enumerate(windows):
@@ -162,5 +163,5 @@ def _layer_blocks(*counts: int) -> int:
 
 def num_uncommitted(max_num_batched_tokens: int, *, runs_ahead: bool) -> int:
     """Returns the most tokens of one sequence in steps that are not committed when the next step
-    has its blocks: that step's, and those of the step that runs."""
+    has its blocks: the tokens of that step and of the step that runs."""
     return max_num_batched_tokens * (2 if runs_ahead else 1)

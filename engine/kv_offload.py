@@ -5,8 +5,9 @@
 
 Stores take the idle blocks that are next in line for eviction, and only while the next steps could
 allocate blocks that the host lacks. To store each block when it is published would write all blocks
-over the bus, and fill a host tier that is smaller than the device's cache with copies of what the
-device has anyway: so the two tiers add up, and an engine whose device has room copies nothing.
+over the bus, and fill a host tier that is smaller than the device's cache with copies of blocks
+that the device has anyway: so the two tiers add up, and an engine whose device has room copies
+nothing.
 Blocks that are evicted before a copy of them has begun are lost, and counted.
 
 A sequence whose prefix continues on the host waits for its copies as others wait for adapters:
@@ -48,7 +49,7 @@ from engine.window_tables import make_tables
 # fifth. Stores are paced by the allocations that they precede, 5 GB/s where prompts of Llama-3-8B
 # fill the device; loads by the bytes in flight between two steps, 5 ms of them.
 _LOAD_BYTES = 256 * 1024**2
-_SAVED_STEPS = 2  # steps whose allocations lose nothing: the stores of a step end beside the next
+_SAVED_STEPS = 2  # steps whose allocations lose no block: the stores of a step end beside the next
 _SWAP_BATCH = 16  # blocks of a copy; a step that needs one of them waits for its copy alone
 _NEWEST = 0.2  # weight of the newest copy in the mean of a block's seconds
 Wait = Literal["none", "loading", "full"]
@@ -90,7 +91,7 @@ class KVOffload:
         self._num_loading = 0  # blocks in flight
         self._is_for_load = False  # the allocation that takes place
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
-        # Allocations that shall lose nothing; of more, a small host would store some in turns.
+        # Allocations that must lose no block; with more, a small host would store some in turns.
         self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
         self._counts = KVHostLoad(num_blocks=host.num_slots)
@@ -191,8 +192,8 @@ class KVOffload:
         return name is not None and not self._host.knows(name)
 
     def _store_next(self, num_allocations: int) -> None:
-        """Begins to store what the next allocations evict; again, if that had the host drop other
-        blocks of these."""
+        """Begins to store the blocks that the next allocations evict, and again if the host dropped
+        others of these blocks for them."""
         while self._store(self._pool.next_unsaved(num_allocations)):
             pass
 

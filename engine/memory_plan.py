@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.errors import EngineMemoryError
 
 GIB = 1024**3
-# Of rank 16 on all linear layers. The limit of the default: more than a step has sequences.
+# Adapters of rank 16 on all linear layers. The limit of the default: above a step's sequences.
 _MAX_POOL_ADAPTERS = 1024
 _MIN_POOL_ADAPTERS = 16
 
@@ -103,7 +103,7 @@ def plan_memory(
     longest: LongSequences | None = None,
 ) -> MemoryPlan:
     """Plans as many KV blocks as fit and are useful, unless the configuration sets a number.
-    `num_null_blocks` and `longest` are those of the plan.
+    `num_null_blocks` and `longest` are fields of the plan.
 
     Raises EngineMemoryError if the share is not free, if it holds no KV block, or if the
     configuration requests more than the device has.

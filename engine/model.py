@@ -1,6 +1,6 @@
 """The decoder over packed tokens, for every family: no padding, no batch dimension.
 
-What a family does otherwise than Llama is in its description (`engine.families`), in the norms that
+The differences of a family from Llama are in its description (`engine.families`), in the norms that
 its weights have, and in numbers that are one or None elsewhere. Reads weights, the step's inputs,
 the KV tensors and the adapters; the kernels hold the arithmetic. A row of the result depends on its
 own sequence only, up to the rounding of the matrix products. Free of requests.
@@ -48,7 +48,7 @@ class Model:
         max_len: int,
         ranks: Collective = SOLO,
     ) -> None:
-        """`config` and `weights`: those of this rank's shard. All of the `ranks` make the same
+        """`config` and `weights`: of this rank's shard. All of the `ranks` make the same
         calls with the same inputs."""
         self.config = config
         self.weights = weights
@@ -162,11 +162,11 @@ class Model:
         self,
         added: Product,  # [T, H], by attention or an MLP
         residual: torch.Tensor,
-        post_norm: torch.Tensor | None,  # of what is added
-        norm: torch.Tensor | None,  # of what reads the sum
+        post_norm: torch.Tensor | None,  # of the added values
+        norm: torch.Tensor | None,  # of the sum, for its reader
         kind: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the input of what follows, and the new residual."""
+        """Returns the input of the next block, and the new residual."""
         eps = self.config.rms_norm_eps
         if self._ranks.size > 1:
             if post_norm is None and norm is not None:
@@ -183,7 +183,7 @@ class Model:
     def logits(
         self, hidden: torch.Tensor, inputs: ForwardInputs, first: int, pool: AdapterPool
     ) -> torch.Tensor:
-        """Turns [R, H] into [R, V] float32. The rows are those of the step's result from `first`
+        """Turns [R, H] into [R, V] float32. The rows are the step's result from `first`
         on; with a plan of the head's adapters, all rows that sample."""
         head = self.weights.head
         if hidden.is_cuda and hidden.dtype != torch.float32:

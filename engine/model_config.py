@@ -56,7 +56,7 @@ class ModelConfig:
     attention_scale: float
     attention_soft_cap: float | None
     embedding_multiplier: float
-    residual_multiplier: float  # of what a layer adds
+    residual_multiplier: float  # of the values that a layer adds
     logits_scaling: float  # a divisor
     logits_soft_cap: float | None
     quantization: Quantization | None  # of the files; None: all weights are plain
@@ -267,7 +267,7 @@ def _sliding_windows(
         return (None,) * len(types)
     window = positive_int(raw, "sliding_window")
     if window >= max_len:
-        # It hides nothing, as the 262,144 of Phi-4-mini. Kernels would cut it into a few long
+        # It hides no key, as the 262,144 of Phi-4-mini. Kernels would cut it into a few long
         # items, whatever the length of a sequence.
         return (None,) * len(types)
     return tuple(window if kind == "sliding_attention" else None for kind in types)

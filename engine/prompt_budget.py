@@ -1,21 +1,21 @@
 """The most prompt tokens of a step in which other sequences decode.
 
 Every sequence that decodes in a step waits for the whole step. Prompt tokens are limited so that
-the step lasts at most `max_decode_slowdown` times as long as a step that only decodes. Steps in
-which nothing decodes have the whole `max_num_batched_tokens`. As the stall-free batching of
+the step lasts at most `max_decode_slowdown` times as long as a step that only decodes. Steps
+without decoding sequences have the whole `max_num_batched_tokens`. As the stall-free batching of
 Sarathi-Serve (arXiv 2403.02310), with a budget that follows the measured cost of steps.
 
     an H200, Llama-3-8B shape, 256 sequences: a step that decodes lasts 10 ms, with 2048 prompt
     tokens 50 ms, with 8192 182 ms, with the bound 24 to 33 ms
 
 Let m be `max_decode_slowdown`. Where the bound applies, prompts have the share 1 - 1/m of a step:
-a first token comes at most about m / (m - 1) times as late as if nothing decoded, and prompts never
-starve. Three things raise the bound: prompts that queue beside few decoding sequences and a queue
-of many seconds, because small steps share the read of the weights among few tokens; and steps that
-would be no shorter with fewer tokens, because the host needs as long to launch them.
+a first token comes at most about m / (m - 1) times as late as without decoding sequences, and
+prompts never starve. Three things raise the bound: prompts that queue beside few decoding sequences
+and a queue of many seconds, because small steps share the read of the weights among few tokens; and
+steps that would be no shorter with fewer tokens, because the host needs as long to launch them.
 
-    two H200s, FP8, 256 sequences, 32 adapters: a step that decodes lasts 8 ms, one with any number
-    of prompt tokens up to 768 16 ms: the bound alone leaves prompts 128 tokens a step
+    two H200s, FP8, 256 sequences, 32 adapters: a step that decodes lasts 8 ms, and 16 ms with any
+    number of prompt tokens up to 768: the bound alone leaves prompts 128 tokens a step
 
 Pure.
 """
@@ -28,12 +28,12 @@ from engine.config import EngineConfig
 from engine.step_cost import TILE, StepCost
 from engine.types import Sequence
 
-# Of a step, decoding sequences included: multiples of the tile of large matrix products, coarser
+# Tokens of a step, with decoding sequences: multiples of the tile of large matrix products, coarser
 # beyond the largest of `piecewise_graphs.SIZES`, where a step is launched kernel by kernel. On an
 # H200 steps of 384, 448, 512 and 1,024 tokens last 13, 18, 14 and 25 ms.
 _LARGEST_GRAPH, _LARGE_TILE = 1024, 256
 _UNMEASURED = 512  # tokens of a step while the cost of one is unknown
-_GROWTH = 2.0  # of prompt tokens beyond those that were measured
+_GROWTH = 2.0  # times the prompt tokens that were measured
 # Smaller parts of a prompt gain nothing: on every device the fixed cost outweighs them.
 _LEAST = 64
 # Prompts beside a few decoding sequences share the read of the weights with little else: while they

@@ -35,7 +35,7 @@ def find_prompt_logprobs(
     model: Model,
     pool: AdapterPool,
 ) -> list[Found]:
-    """Returns those of each sequence in this step."""
+    """Returns the prompt log probabilities of each sequence in this step."""
     found: list[Found] = []
     first = inputs.num_samples
     for part in batch.sequences:

@@ -2,8 +2,8 @@
 
 Which modules are stored quantized is decided by the tensors of the files (`engine.checkpoint`):
 the lists of ignored modules are spelled differently by each tool, and a plain tensor cannot be
-mistaken. A key that would change the weights and is not read is refused, with its value. What it
-says about activations and the KV cache is not followed: both stay in the type of the engine,
+mistaken. A key that would change the weights and is not read is refused, with its value. Its
+keys for activations and the KV cache are not followed: both stay in the type of the engine,
 which is finer. Free of tensors.
 """
 

@@ -61,7 +61,7 @@ _MAX_SHARED_BYTES = 16 * 1024**2  # of an exchange; above, NCCL is as fast
 
 class Rank:
     def __init__(self, config: EngineConfig, index: int = 0) -> None:
-        """Resolves what the configuration leaves open, and loads nothing."""
+        """Resolves the settings that the configuration leaves open, and loads nothing."""
         self.config = config
         self.device = resolve_device(config, index)
         self.uses_triton = resolve_backend(config, self.device)
@@ -83,7 +83,7 @@ class Rank:
         self.is_fp8 = resolve_fp8(config, self.shard.config, self.dtype, of_kernels)
         check_host_tier(config, block_bytes(self.shard.config, self.layout, self.kv_dtype))
         if config.lora_dtype != "auto":
-            page_layout(config, self.shard.sites(), self.dtype)  # refuses what it cannot hold
+            page_layout(config, self.shard.sites(), self.dtype)  # refuses sites that it cannot hold
         self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
         self.model_config = self.shard.config
         self.empty: EmptyDevice | None = None  # of a CUDA device

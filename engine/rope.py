@@ -39,8 +39,8 @@ class RopeConfig:
     @property
     def usual_len(self) -> int | None:
         """The length up to which LongRoPE has the frequencies of short sequences. An engine for
-        longer sequences has those of long ones for all, because cached keys keep theirs; Hugging
-        Face computes a short sequence with the short ones even then."""
+        longer sequences has the long frequencies for all, because cached keys keep theirs; Hugging
+        Face computes a short sequence with the short frequencies even then."""
         return self.original_max_len if self.kind == "longrope" else None
 
     @property

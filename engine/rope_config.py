@@ -75,7 +75,7 @@ def rotary_layers(raw: Mapping[str, object], family: Family, num_layers: int) ->
     if listed is None:
         every = positive_int(raw, "no_rope_layer_interval", 4)
         return tuple((i + 1) % every != 0 for i in range(num_layers))
-    # 1 in the list means that the layer has positions, whatever the key's name says.
+    # 1 in the list means that the layer has positions, in spite of the key's name.
     flags = listed if isinstance(listed, list) else []
     if len(flags) < num_layers or any(turns not in (0, 1) for turns in flags):
         refuse("no_rope_layers", listed, f"{num_layers} of 0 and 1 are needed")

@@ -78,7 +78,7 @@ class ModelRunner:
         self._int4 = rank.int4
         self._max_lora_rank = config.max_lora_rank
         self._sites = self._shard.sites()
-        self._whole_sites = lora_sites(self.model_config)  # those that adapters' files are for
+        self._whole_sites = lora_sites(self.model_config)  # the sites of adapters' files
         check_asked_memory(config, self.device)
         self.group = self._start_group(config)  # the other ranks; None: there are none
         try:
@@ -117,7 +117,7 @@ class ModelRunner:
         self._beside = torch.cuda.Stream(self.device) if rank.is_cuda else None  # type: ignore[no-untyped-call]
         rank.open_model(SOLO if self.group is None else self.group.meet(rank.meet))
         self._model = rank.model
-        # The files have the whole of what a rank has a part of.
+        # The files have the whole tensors, of which a rank has parts.
         self._base_parameter: BaseParameter = self._weights.parameters.get
         if self.group is not None:
             self._base_parameter = base_reader(rank.folder, self.model_config)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS = 2  # threads that read adapter files
 
-# To the outputs of one request, on the engine's thread.
+# The receiver of one request's outputs, called on the engine's thread.
 Listener = Callable[[TokenOutput | EngineDeadError], None]
 
 

@@ -1,6 +1,6 @@
-"""Speculation: adds drafts to the parts of a step, and learns from what was drawn.
+"""Speculation: adds drafts to the parts of a step, and learns from the draws.
 
-The scheduler calls it after all other parts of a step are chosen: drafts take what is left of its
+The scheduler calls it after all other parts of a step are chosen: drafts take the rest of its
 tokens and blocks, and never a block that a running sequence may need next. Free of tensors.
 """
 
@@ -24,8 +24,8 @@ from engine.types import Sequence as Choice
 _TRIED_EVERY = 16
 _MOST_DOUBLINGS = 3
 # Steps with drafts, for one that has none whatever matches, and a second one that runs ahead: they
-# measure the cost of steps, without which one request that always drafts would leave those of
-# `auto` and the prompts without measure. Fewer than those after which the gate asks for them.
+# measure the cost of steps, without which one request that always drafts would leave requests of
+# `auto` and the prompts without measure. Fewer than the steps after which the gate requests them.
 _PLAIN_EVERY = 96
 
 
@@ -92,7 +92,8 @@ class Speculation:
         is_due = not num_in_vain or self._num_plans % every == 0
         if "auto" not in modes or not is_due or self._gate.is_stale(len(running)):
             return False
-        # Beside prompts the gate lets none pass. Those that wait while none begins wait for memory.
+        # Beside prompts the gate lets no draft pass. Requests that wait while no prompt begins wait
+        # for memory.
         if (
             num_waiting
             and len(running) < self._max_num_seqs
@@ -111,14 +112,14 @@ class Speculation:
             draft = self._guess(part)
             if draft is not None:
                 drafts[index] = draft
-        # Not the tokens that a grammar forces, which are computed like those of a prompt.
+        # The tokens that a grammar forces do not count, though they are computed like a prompt.
         has_prompts = any(
             part.end - part.start > 1 and part.start < part.sequence.num_prompt_tokens
             for part in parts
         )
         self._had_prompts = has_prompts
         if has_prompts:
-            # The gate knows what drafts cost in steps that decode. Beside prompts, where no graph
+            # The gate measures drafts in steps that decode. Beside prompts, where no graph
             # replays their rows and no step runs ahead, they took 256 sequences a third more time.
             drafts = {
                 index: draft
@@ -162,7 +163,7 @@ class Speculation:
             ]
             num_sequences = sum(part.samples for part in parts)
             chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
-            # A gate that has to measure a step without drafts says nothing about drafts.
+            # A gate that has to measure a step without drafts gives no verdict on drafts.
             if not self._gate.is_stale(num_sequences):
                 num_in_vain = 0 if any(chosen) else self._tries_in_vain(num_running) + 1
                 self._num_in_vain[num_running.bit_length()] = self._newest_in_vain = num_in_vain

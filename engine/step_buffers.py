@@ -5,7 +5,7 @@ turn: while step n's copy may still wait for the device, step n+1 is written int
 fields are 32-bit words of one array; block tables come last, packed to the width in use, so that a
 step copies only the columns that it needs. The plan of the head comes first: only steps that need
 it copy it. Models of full and windowed layers have a second block table, and slots of it. The words
-are the same on all ranks of a tensor-parallel group: the others copy those of the first.
+are the same on all ranks of a tensor-parallel group: the others copy the first rank's words.
 """
 
 from __future__ import annotations

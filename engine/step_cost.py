@@ -30,7 +30,7 @@ _ALL, _EVERY = 64, 4  # later every fourth step without prompt tokens is enough:
 _FADES = 0.98  # factor on a longest step at each new step of its size
 _NEW = 32  # steps
 _NEWEST = 0.1  # share of a new step in the mean of its size
-_RECENT = 0.9  # factor on what prompt tokens added, at each new step with prompt tokens
+_RECENT = 0.9  # factor on the time that prompt tokens added, at each new step with some
 _SIZES = 16  # of decoding sequences, in powers of two
 TILE = 128  # tokens: the sizes by which steps with prompts are remembered
 _REMEMBERED = 128  # steps with prompt tokens
@@ -98,8 +98,8 @@ class StepCost:
         are known to add no more than `added_s`, or hardly more than to one of `num_tokens`; or one
         tile more if that is unknown. `num_tokens` themselves if such a step is unknown.
 
-        What the host needs to launch a step with prompts does not depend on its size. Where that is
-        longer than the device computes, smaller steps are no shorter."""
+        The host's time to launch a step with prompts does not depend on its size. Where it is
+        longer than the device's, smaller steps are no shorter."""
         known = self._recently_added(num_decoding)
         tile = num_tokens // TILE
         own = known.get(tile)

@@ -38,8 +38,8 @@ class Drawn:
 
 
 def drawn_rows(batch: ScheduledBatch) -> dict[Sequence, int]:
-    """Returns the rows in which the newest tokens of sequences are drawn. Without those of drafts:
-    the step that follows these is planned once their tokens are known."""
+    """Returns the rows in which the newest tokens of sequences are drawn. Sequences with drafts
+    have none: the step behind their draws is planned once their tokens are known."""
     rows: dict[Sequence, int] = {}
     row = 0
     for part in batch.sequences:

@@ -49,7 +49,7 @@ class StepLimits:
     heads: HeadShape
     max_lora_rank: int
     num_tables: int = 1  # block tables of a sequence
-    max_queries: int = 1  # of a decode with its draft; in graphs: of those that attend together
+    max_queries: int = 1  # of a decode with its draft; in graphs: the queries that attend together
 
     @property
     def max_blocks(self) -> int:
@@ -78,7 +78,7 @@ def max_words(max_tokens: int, limits: StepLimits) -> int:
 def _sizes(
     max_tokens: int, limits: StepLimits, max_pages: int, is_decode: bool
 ) -> tuple[int, int, int, int, int, int, int]:
-    """Returns those that `StepBuffers` takes first."""
+    """Returns the sizes that `StepBuffers` takes first."""
     return (
         max_tokens,
         limits.max_seqs,
@@ -109,7 +109,7 @@ class StepInputs:
         self._pool = pool
         self._scratch = scratch
         self._drawn = drawn
-        # Of all adapters in one step together.
+        # The pages of all adapters in one step together.
         self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
         self._buffers = StepBuffers(
             *_sizes(max_tokens, limits, self._max_pages, is_decode), drawn.device, limits.num_tables

@@ -26,7 +26,7 @@ class StepLayout:
     width: int  # of the block tables
     work: WorkCounts
     num_samples: int
-    num_logit_rows: int = 0  # those that sample, then prompt rows; 0 in a graph
+    num_logit_rows: int = 0  # the rows that sample, then prompt rows; 0 in a graph
     lora: LoraPlanCounts | None = None  # None also in graphs: these have bounds instead
     head: LoraPlanCounts | None = None
     prompt_rows: tuple[int, ...] = ()  # of each sequence that has some, how many of logit_rows

@@ -1,6 +1,6 @@
-"""The expected and the measured duration of each step, and who learns from it.
+"""The expected and the measured duration of each step, and the estimates that learn from it.
 
-A step with drafts says nothing about steps of prompts and decodes: only the gate of drafts learns
+A step with drafts is no measure of steps of prompts and decodes: only the gate of drafts learns
 from it. Free of the runner and of the clock.
 """
 
@@ -40,7 +40,7 @@ class StepTimes:
         self._speculation = speculation
         self._runs_ahead = runs_ahead
         self._longest = LongestSteps()
-        self.usual_step_s = math.inf  # longest recent step like those in flight
+        self.usual_step_s = math.inf  # longest recent step like the steps in flight
 
     def begin(self, batch: ScheduledBatch, in_flight: Step) -> Step:
         """`in_flight`: the step before, if it is not collected yet."""

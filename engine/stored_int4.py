@@ -1,7 +1,7 @@
 """Weights that are stored as 4-bit integers, as they are kept in memory: their forms, and their
 integers with columns sorted by groups.
 
-A form is told from the headers and from small parts: zero points, and the groups of columns of
+A form is derived from the headers and from small parts: zero points, and the groups of columns of
 GPTQ's `desc_act` and compressed-tensors' `actorder`. Columns that are not in the order of their
 groups are sorted by them, and the activations with them. Groups of more than 128 columns, whole
 rows among them, become several with one scale.
@@ -32,8 +32,8 @@ def as_grouped(scheme: Scheme | None) -> Grouped | None:
 
 
 def likely_form(scheme: Scheme | None, columns: int) -> Int4Format | None:
-    """Returns the form of weights of which nothing but the scheme is known; None: they are not kept
-    in 4 bits."""
+    """Returns the form of weights of which only the scheme is known; None: they are not kept in 4
+    bits."""
     grouped = as_grouped(scheme)
     size = None if grouped is None else _packed_size(grouped.group_size, columns)
     if grouped is None or size is None:

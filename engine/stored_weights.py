@@ -28,7 +28,7 @@ _INT8_STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
 def main_part(scheme: Scheme) -> str:
-    """Returns the part by which a quantized weight is told from a plain one, which is `weight`."""
+    """Returns the part that marks a quantized weight; a plain weight has the part `weight`."""
     match scheme:
         case Packed():
             return "weight_packed"
@@ -169,8 +169,8 @@ def check_parts(scheme: Scheme, shape: tuple[int, int], read: Reader) -> None:
 
 
 def prepare(scheme: Scheme, shape: tuple[int, int], parts: Parts) -> dict[str, torch.Tensor]:
-    """Returns the parts with those unpacked that every slice of rows reads: zero points as numbers
-    of float32, and columns' groups."""
+    """Returns the parts, unpacked where every slice of rows reads them: zero points as numbers of
+    float32, and columns' groups."""
     found = dict(parts)
     match scheme:
         case Packed(num_bits):

@@ -1,9 +1,9 @@
-"""Drafts from earlier text: what followed the last occurrence of the newest tokens.
+"""Drafts from earlier text: the tokens behind the last occurrence of the newest tokens.
 
 As prompt lookup (Saxena, 2023) and SuffixDecoding (Oliaro et al., arXiv 2411.04975), without a
 tree: an index of the n-grams of three lengths, longest first, in the prompts and outputs of one
 adapter key and cache salt. Texts of another tenant or adapter are never read. An entry leads to the
-latest occurrence, whose tokens before give the length of the match. On answers of the demo's
+latest occurrence; the tokens before it give the length of the match. On answers of the demo's
 adapters it gives 1.43 (sql), 1.88 (extract) and 2.91 (tools) tokens a step, and the longest suffix
 with its most frequent continuation 1.41, 1.81 and 2.89.
 
@@ -21,7 +21,7 @@ from engine.types import Sequence
 
 _LENGTHS = (4, 2, 1)  # of the n-grams
 _LONGEST = 32  # tokens of a match that are counted
-# Of a token in the index, its text included: measured 330 to 460, by the fill of the dictionaries.
+# For a token in the index and its text: measured 330 to 460, by the fill of the dictionaries.
 TOKEN_BYTES = 512
 # Tokens of a text that the index keeps without their n-grams, for the memory of one with them: a
 # pointer and an integer each.

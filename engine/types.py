@@ -33,7 +33,7 @@ PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
 
 
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
-# Of drafts: none, as long as they match, or only where they are expected to save time.
+# Drafts: none, as long as they match, or only where they are expected to save time.
 SpeculationMode = Literal["off", "suffix", "auto"]
 
 
@@ -73,7 +73,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: of the drawn token and the k most likely
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
-    # None: as the engine's configuration says. It changes no token, only the number of steps.
+    # None: as in the engine's configuration. It changes no token, only the number of steps.
     speculation: SpeculationMode | None = None
 
     @property
@@ -192,7 +192,7 @@ class EngineLoad:
     # plan ahead plans its next step only now, or without work
     in_flight_s: float = 0.0
     num_late_compilations: int = 0  # of kernels, since the engine was ready; each is a fault
-    # Of speculation, since start: sequences with a draft in a step, and tokens of drafts.
+    # Counts of speculation, since start: sequences with a draft in a step, and tokens of drafts.
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -228,7 +228,7 @@ class Sequence:
     num_tokens_in_flight: int = 0  # drawn by steps in flight; their ids are on the device alone
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
     num_host_tokens: int = 0  # of its prefix, loaded from the host
-    # Of the first group of layers of `engine.kv_layout`, and of the second, if there are two.
+    # For the first group of layers of `engine.kv_layout`, and for the second, if there are two.
     block_table: list[int] = field(default_factory=list)
     window_table: list[int] = field(default_factory=list)
     num_dropped: int = 0  # first entries of the windowed group's table: their blocks are freed
@@ -283,9 +283,9 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def rows(self) -> tuple[ScheduledSequence, ...]:
-        """One part for each draw of this one, in order: that draw's position is its `end`, and its
-        draft the tokens before it that are guessed. Together they compute the positions of this
-        one: the first those up to the newest token, each other one that of a guessed token."""
+        """One part for each draw of this part, in order: the draw's position is its `end`, and its
+        draft the guessed tokens before it. Together they compute the positions of this part: the
+        first the positions up to the newest token, each other the position of a guessed token."""
         assert self.samples
         sequence, end = self.sequence, self.known_end
         first = ScheduledSequence(sequence, self.start, end, True)

@@ -148,7 +148,7 @@ def run_warm_up(
     pool: AdapterPool,
     sites: tuple[Site, ...],
 ) -> None:
-    """Runs steps of all kinds, then leaves no trace but what libraries and allocators keep."""
+    """Runs steps of all kinds, then leaves no trace but the memory of libraries and allocators."""
     began_s = time.perf_counter()
     digests = insert_those_that_fit(
         pool, zero_adapters(sites, limits, has_affine=pool.serves_affine)

@@ -52,7 +52,7 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
 
 def num_stored_parameters(folder: Path) -> int:
-    """Returns the parameters of all tensors, those of other parts than the text's included, from
+    """Returns the number of parameters of all tensors, also in other parts than the text's, from
     the headers."""
     count = 0
     for path in weight_files(folder):

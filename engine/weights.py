@@ -1,8 +1,8 @@
 """A base's safetensors read into the parameters of the decoder; q, k, v and gate, up are fused.
 
 Reads tensor by tensor: no second copy of the model in memory. The layers' matrices can be kept in
-FP8: each is quantised as it is read, or taken as it is stored. Those that are stored as 4-bit
-integers can stay so: they are packed anew as they are read, and never dequantized.
+FP8: each is quantised as it is read, or taken as it is stored. Matrices of 4-bit integers can
+stay so: they are packed anew as they are read, and never dequantized.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kernels.matrix import Matrix
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    input_norm: torch.Tensor | None  # [H], of what enters attention
-    attention_post_norm: torch.Tensor | None  # [H], of what attention adds
-    mlp_norm: torch.Tensor | None  # [H], of what enters the MLP
-    mlp_post_norm: torch.Tensor | None  # [H], of what the MLP adds
+    input_norm: torch.Tensor | None  # [H], of attention's input
+    attention_post_norm: torch.Tensor | None  # [H], of attention's output
+    mlp_norm: torch.Tensor | None  # [H], of the MLP's input
+    mlp_post_norm: torch.Tensor | None  # [H], of the MLP's output
     qkv: Matrix  # [(Hq + 2 * Hkv) * D, H]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]; of all heads together [Hq * D]
@@ -63,9 +63,9 @@ def load_weights(
     int4: Int4Forms = NO_INT4,
     shard: Shard | None = None,
 ) -> Weights:
-    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, but those that `int4`
-    names. `shard`: the part that is read and kept, of this base; None: all. Rows that are quantised
-    here have the scale of the part that is kept of them."""
+    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, except the matrices
+    in `int4`. `shard`: the part that is read and kept, of this base; None: all. Rows that are
+    quantised here have the scale of the part that is kept of them."""
     shard = shard or Shard(config)
     builder = _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
@@ -157,7 +157,7 @@ def random_weights(
 ) -> Weights:
     """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
     so that activations keep their size; the same on every call with one device and shape, hence the
-    embedding on all ranks. In FP8 and in 4 bits, those of the other type quantised."""
+    embedding on all ranks. FP8 and 4 bits hold the weights of `dtype`, quantised."""
     builder = _Builder(shard or Shard(config), dtype, device, is_fp8=is_fp8, int4=int4)
     weights = builder.build()
     generator = torch.Generator(device).manual_seed(0)

@@ -8,7 +8,7 @@ committed one, and it begins where that ended: no launched step reads a dropped 
 published before they are dropped, so that they can be found until they are evicted.
 
 A prefix is in the cache up to a token if the full group has all its blocks and the windowed group
-those that a query at that token reads.
+the blocks that a query at that token reads.
 """
 
 from __future__ import annotations

@@ -18,5 +18,5 @@ EXCHANGE_ENVIRONMENT = {
 
 
 def set_environment() -> None:
-    """Sets it for this process and those that it starts; before any exchange."""
+    """Sets the environment of this process and of its children; before any exchange."""
     os.environ.update(EXCHANGE_ENVIRONMENT)

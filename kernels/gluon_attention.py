@@ -50,7 +50,7 @@ def describe_rows(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
 @gluon.constexpr_function
 def wide_layout(block_n, columns):
     """Returns the layout of so many columns of a ring into which e4m3 is widened. The pieces of a
-    row are where those of a whole row are in its layout."""
+    row lie where the pieces of a whole row lie in its layout."""
     return gl.NVMMASharedLayout.get_default_for([block_n, columns], gl.float16)
 
 
@@ -90,7 +90,7 @@ def fetch(
             # Past the end: the last page once more. It is masked.
             key = gl.minimum(start + part * BOX, (end - 1) // BOX * BOX)
             row = gl.load(table + key // PAGE) * PAGE + key % PAGE
-            rows = rows + (row,)  # noqa: RUF005 - Triton knows no unpacking
+            rows = rows + (row,)  # noqa: RUF005 - Triton has no unpacking
         stage = count % STAGES
         phase = (count // STAGES) & 1
         count += 1
@@ -200,7 +200,7 @@ def softmax(
 
 @gluon.jit
 def sink_weight(sinks_ptr, heads, exists, top):
-    """Returns what the heads' sinks add to their sums of weights, where `top` has weight 1."""
+    """Returns the heads' sinks as addends of their sums of weights, where `top` has weight 1."""
     sinks = gl.load(sinks_ptr + heads, mask=exists, other=float("-inf")) * 1.4426950408889634
     is_empty = top <= -1e30  # without keys there is nothing to share
     return gl.where(is_empty, 0.0, gl.exp2(sinks - gl.where(is_empty, 0.0, top)))

@@ -5,7 +5,7 @@ last. There the copies of an item can only start when the last item is done, whi
 idle between them; here they run ahead, as far as the ring of buffers goes, and programs draw their
 items, since not all multiprocessors get the same share of the memory. The group of query heads is
 in 64 rows of wgmma; the idle rows use no scarce resource, and hold the groups of further queries
-of the sequence, where a plan has such: those of a draft, of which each sees the keys up to its own.
+of the sequence, where a plan has such: queries of a draft, each of which sees keys up to its own.
 On an H200 (reads: 4.46 TB/s): 4.0 TB/s for 64 x 1024 and 256 x 384 keys of 8 heads of 128, 4.2 for
 64 x 4096.
 """

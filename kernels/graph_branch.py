@@ -21,7 +21,7 @@ class Branch:
     """Begins where it is made. Tensors on the meta device have no streams.
 
     The kernels beside the branch are captured before those on it: their programs then start first,
-    and those of the branch fill what is left. The other way round the product of a layer waited
+    and the programs of the branch fill the rest. The other way round the product of a layer waited
     for the shrink, and the branch gained nothing (H100 and H200).
     """
 

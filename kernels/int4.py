@@ -5,8 +5,8 @@
 Groups go in pairs: a byte holds column j of an even group in its low half and column j of the odd
 group behind it in its high half, so that one load of bytes gives two runs of columns, each as long
 as a group, beside two runs of the activations. Scales and zero points of a pair lie beside each
-other, the rows of a matrix one after another, where a program reads those of its rows in one go.
-Nothing is rounded: the values are those of the files. Uses tensors only.
+other, the rows of a matrix one after another, where a program reads all of its rows in one go.
+No value is rounded: the values are those of the files. Uses tensors only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Triton names an entry by a hash of its own version, of the kernel's source, of the types and
 constants and of the device's architecture, so that an entry is found by the kernel that needs it
-and by no other. Triton's own manager stores absolute paths and trusts what it finds. This one
+and by no other. Triton's own manager stores absolute paths and trusts every entry. This one
 stores names and digests: a folder can be copied into an image or mounted anywhere, a damaged entry
 counts as missing, and a folder that cannot be written is read as far as it goes.
 """

@@ -4,13 +4,13 @@ A strip is the rows of one page at one matrix, A [rows, K] or B [rows, N_s], con
 has a word for each page and matrix: where the strip begins, in units of 256 bytes, and its number
 of rows, 1 to 16; the word 0 means that the adapter lacks the matrix there. So kernels read the rows
 that exist and nothing else, in any place. A matrix as wide as the vocabulary may be in pieces of
-columns, each a strip with a word of its own. A strip without rows is there, but nothing is read of
-it and its delta is 0: first in a list of pages, it says that later pages may have the matrix.
+columns, each a strip with a word of its own. A strip without rows is there, but no row is read of
+it and its delta is 0: first in a list of pages, it signals that later pages may have the matrix.
 
 In a heap of int8 the numbers of a rank row of A, and those of its partner in B, are integers from
 -127 to 127, and both rows share one scale: that of A's row times that of B's. A strip of A begins
 with the scales of its 16 rows, and the shrink multiplies the bridge by them, so that the expands
-read integers alone. One scale a row is that of per-channel weights in int8 (Dettmers et al.,
+read integers alone. One scale a row is the rule of per-channel weights in int8 (Dettmers et al.,
 "LLM.int8()", arXiv 2208.07339). Affine rows stay in the activations' type.
 
 An adapter may also scale the base's product of a slice and add a constant to it: DoRA does the
@@ -50,7 +50,7 @@ class SiteRows:
     in_features: int
     sizes: tuple[int, ...]  # N_s of each slice
     # Columns of a strip of the embedding's A or the head's B, whose entries are [pages, pieces].
-    # The last strip may be wider than what is left of the matrix. 0: no such matrix.
+    # The last strip may be wider than the rest of the matrix. 0: no such matrix.
     piece: int = 0
     # From a slice's entry of B to that of its affine rows, which follow in the table. 0: no adapter
     # of the step has affine rows, and kernels are compiled without them.

@@ -1,6 +1,6 @@
 """The norm of a block's output, its addition to the residual, and the norm of the next block.
 
-Gemma 2 and 3 normalise what a block adds (arXiv 2408.00118): residual' = residual + norm(x), and
+Gemma 2 and 3 normalise a block's output (arXiv 2408.00118): residual' = residual + norm(x), and
 the next block reads norm'(residual'). OLMo 2 and 3 have no second norm (arXiv 2501.00656): the next
 block reads residual' itself. Each of the three results is rounded to x's type, as in Hugging Face.
 A row's result depends on that row only. Uses tensors and numbers only.

@@ -13,7 +13,7 @@ from kernels.collective import TIMEOUT_S, Collective, Gloo
 from kernels.cuda_collective import open_exchange
 
 _CPU = torch.device("cpu")
-_C10D: Any = distributed  # torch's stubs lack what follows
+_C10D: Any = distributed  # torch's stubs lack the members used here
 
 
 def meet(

@@ -31,8 +31,8 @@ def rope_kv_write(qkv: torch.Tensor, write: RopeWrite) -> torch.Tensor:
 
 
 def norm_wide_(qkv: torch.Tensor, write: RopeWrite) -> RopeWrite:
-    """Normalises q and k in place where all of a token's heads are normed at once. Returns what is
-    left to be done."""
+    """Normalises q and k in place where all of a token's heads are normed at once. Returns the
+    rest of the write."""
     if not write.has_wide_norm:
         return write
     assert write.q_norm is not None

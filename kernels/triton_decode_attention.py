@@ -110,7 +110,7 @@ def scaled(scores, scale, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def sink_weight(sinks_ptr, heads, exists, top):
-    """Returns what the heads' sinks add to their sums of weights, where `top` has weight 1."""
+    """Returns the heads' sinks as addends of their sums of weights, where `top` has weight 1."""
     sinks = tl.load(sinks_ptr + heads, mask=exists, other=float("-inf")) * 1.4426950408889634
     is_empty = top <= -1e30  # without keys there is nothing to share
     return tl.where(is_empty, 0.0, tl.exp2(sinks - tl.where(is_empty, 0.0, top)))

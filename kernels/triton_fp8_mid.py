@@ -37,7 +37,7 @@ class MidTile:
     block_n: int
     stages: int
     num_warps: int
-    splits: int | None = None  # parts of K; None: as `splits_for` says
+    splits: int | None = None  # parts of K; None: the result of `splits_for`
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,7 +2,7 @@
 `triton_linear_few`: a walk over the weight, bound by its bytes, a quarter of bfloat16's.
 
 Integers become floats of 16 bits in registers, exactly, and meet the activations on the tensor
-cores; the sum of a group, float32, is multiplied by its scale. So nothing of the weight is rounded,
+cores; the sum of a group, float32, is multiplied by its scale. So no weight is rounded,
 and the work for a weight is that of unpacking it. Tokens do not meet in any sum, the warps of a
 program split K and programs do not, so a token's bits depend neither on the number of tokens nor on
 adapters.

@@ -175,7 +175,7 @@ def launch_int4_mid(
     weight: Int4Rows,
     bias: torch.Tensor | None,
     tile: MidTile | None = None,
-    splits: int | None = None,  # parts of K; None: as `splits_for` says
+    splits: int | None = None,  # parts of K; None: the result of `splits_for`
 ) -> torch.Tensor:
     """Returns y [T, N] in x's type."""
     (num_tokens, width), height = x.shape, weight.shape[0]

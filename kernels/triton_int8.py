@@ -14,10 +14,10 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 
 _INTERPRETED = tl.constexpr(IS_INTERPRETED)
-# Of the four bytes in the register `word`, floats of 16 bits in `low` and `high`, or of 32 bits in
-# `f0` to `f3`.
+# The four bytes in the register `word` become floats of 16 bits in `low` and `high`, or of 32 bits
+# in `f0` to `f3`.
 #
-# Seven bits of the byte follow those of 128. Its sign's bit makes -256 of -128, which is added.
+# Seven bits of the byte follow the bits of 128. Its sign's bit makes -256 of -128, which is added.
 _BF16 = """
     .reg .b32 less, more, one;
     mov.b32 one, 0x3F803F80;

@@ -77,8 +77,8 @@ def fix_cache_key(kernel: Any) -> None:
 @contextmanager
 def recorded_calls() -> Iterator[set[KernelCall]]:
     """Yields the set to which launches are added: all on the meta device and in the interpreter,
-    on a device those that go through Triton's own inspection, the first of each kind among
-    them."""
+    on a device the launches that go through Triton's own inspection, the first of each kind
+    among them."""
     calls: set[KernelCall] = set()
     _records.append(calls)
     try:

@@ -44,7 +44,7 @@ def _add_rows(
 ):  # fmt: skip
     """Adds the delta to rows of one adapter, if it has the embedding."""
     IS_EVEN: tl.constexpr = HIDDEN % BLOCK == 0
-    # The first page says whether the adapter has the site: later ones may be beyond its rank.
+    # The first page shows whether the adapter has the site: later ones may be beyond its rank.
     if find_strip(b_entries_ptr, page, (num_pages > 0) & (rows > 0), STRIDE) != 0:
         offsets = tl.arange(0, ROWS)
         lanes = tl.arange(0, PAGE)

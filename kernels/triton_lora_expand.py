@@ -110,8 +110,8 @@ def _expand_kernel(
         )
         next_entry = find_strip(entries_ptr, next_page, next_num_pages > 0, STRIDE)
         next_affine = find_affine(entries_ptr, next_page, next_num_pages > 0, STRIDE, AFFINE)
-        # Rows of the base are in tiles too, without pages, and those of adapters that lack this
-        # module: not touched.
+        # Rows of the base are in tiles too, without pages, as are rows of adapters that lack
+        # this module: they are not touched.
         left = tl.where(entry != 0, rows, 0)
         y_at = y_ptr + row.to(tl.int64) * STRIDE_Y + begin
         block = part * rank_pages

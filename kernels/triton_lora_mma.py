@@ -66,8 +66,8 @@ def add_page(
 
 @triton.jit
 def rows_of_small(offsets, rows):
-    """Returns which row offsets of an mma are rows of a small tile. The compiler knows which ones a
-    small tile never has, and omits what they alone need."""
+    """Returns True for row offsets of an mma that are rows of a small tile. The compiler finds the
+    offsets that a small tile never has, and omits the work that they alone need."""
     return (offsets < rows) & (offsets < _SMALL_ROWS)
 
 

@@ -157,7 +157,7 @@ def _request_tile(
     LANES: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """Loads what no kernel of a step writes: the tile, its first page of B, angles and slots."""
+    """Loads, as no kernel of a step writes them, a tile, its first page of B, angles and slots."""
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, is_inside, TILE, 1)
     rows = tl.where(is_live, rows, 0)
     num_pages = tl.where(is_live, num_pages, 0)
@@ -170,7 +170,7 @@ def _request_tile(
     live = rows_of_small(offsets, rows)
     position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + token, mask=live, other=-1).to(tl.int64)
-    # Not read where nothing turns.
+    # Not read where no dimension turns.
     table = cos_sin_ptr + position * (2 * TURNING)
     cos = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, False)
     sin = _load_half(table, live & (part != 2), ROWS, TURNING, LANES, TURNING, True)

@@ -89,8 +89,8 @@ def request_row(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, AFFINE: tl.constexpr, TILES: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Loads what no kernel of a step writes: the row's adapter and its first page of B, for a
-    program that processes the row's columns of the only slice. b_columns: of `read_columns`."""
+    """Loads inputs that no kernel of a step writes: the row's adapter and its first page of B, for
+    a program that processes the row's columns of the only slice. b_columns: of `read_columns`."""
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     num_pages, first, page = find_row(header_ptr, tiles_ptr, token, num_tiles, TILES)
@@ -107,7 +107,7 @@ def add_requested(
     WIDTH: tl.constexpr, PLANES: tl.constexpr, STRIDE: tl.constexpr, AFFINE: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the delta of what `request_row` returned to x [columns]. h: the bridge of the first
+    """Adds the delta of the row of `request_row` to x [columns]. h: the bridge of the first
     page, of `load_bridge`."""
     if entry != 0:
         delta = row_delta(h, b, x.dtype)

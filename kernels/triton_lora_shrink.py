@@ -163,7 +163,7 @@ def _shrink_large_kernel(
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
     if (rows <= 0) | (tile >= count):
         return
-    # The first page says which slices the adapter has: others may have fewer pages, or none.
+    # The first page shows which slices the adapter has: others may have fewer pages, or none.
     owns = num_pages > 0
     entry_0 = find_strip(entries_ptr, page, owns, STRIDE)
     entry_1 = entry_0

@@ -42,8 +42,8 @@ NUM_PROGRAMS = 4224
 # 21.9, 64 of 32 20.5 and 19.2, 128 of 1 20.2 and 18.3, 256 of 32 38.2 and 41.4, of 1 29.9 and 32.7;
 # int8: 7.2 and 11.5, 14.6 and 18.8, 14.6 and 15.8, 20.2 and 17.6, 34.0 and 37.3, 29.8 and 31.9.
 PARTS = 2
-# Steps in which tiles are parted: those of decodes, but for int8. In others the number of rows says
-# nothing of the small tiles, and a kernel could be missing among those compiled before traffic.
+# Steps in which tiles are parted: steps of decodes, but for int8. In others the number of rows does
+# not fix the small tiles, and a kernel could be missing among those compiled before traffic.
 PARTED_ROWS = range(33, 256)
 LARGE_PART = 16
 LARGE_COLUMNS = 128

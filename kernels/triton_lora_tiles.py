@@ -15,7 +15,7 @@ from kernels.lora_plan import COUNTERS, PAGE_ROWS, TILE_FIELDS, UNIT_FIELDS
 from kernels.lora_rows import INT8_GROUP, ROW_BITS, SCALE_BYTES, UNIT_BYTES
 from kernels.triton_int8 import widen
 
-# Of a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
+# For a program for a small tile, all in one warp: it then holds a page's 16 rows of a column in one
 # thread. The same everywhere, for the order of a sum depends on it.
 COLUMNS = 256
 PAGE = tl.constexpr(PAGE_ROWS)

@@ -29,7 +29,7 @@ def scale_row(x, SCALE: tl.constexpr):
 
 @triton.jit
 def weigh(normed, weight, dtype: tl.constexpr):
-    """Applies the weights of a norm in float32. Those of the activations' type meet a rounded
+    """Applies the weights of a norm in float32. Weights of the activations' type meet a rounded
     value."""
     if weight.dtype == dtype:
         normed = normed.to(dtype).to(tl.float32)

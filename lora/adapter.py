@@ -45,7 +45,7 @@ class ModuleWeights:
     bound: float = math.inf  # no number of lora_a, or of lora_b times the scale, is larger
     # [1 or 2, out_features] float32: gains, offsets. The base's y becomes y + gain y + offset.
     affine: torch.Tensor | None = None
-    # Of the change of the weight, in the Frobenius norm; None: it is that of A and B.
+    # The Frobenius norm of the change of the weight; None: it is that of A and B.
     norm: float | None = None
     rank_scales: torch.Tensor | None = None  # [r] float32, of A times B if these are int8
 

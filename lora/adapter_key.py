@@ -18,7 +18,7 @@ _KNOWN = 4096  # keys whose parts are remembered
 
 
 class Weighted(Protocol):
-    """One adapter of a request, `WeightedAdapter` or what has its fields."""
+    """One adapter of a request: a `WeightedAdapter`, or an object with its fields."""
 
     @property
     def digest(self) -> str: ...

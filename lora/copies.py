@@ -95,7 +95,7 @@ class AdapterCopies:
         return bool(self._flying)
 
     def start(self, packed: PackedAdapter, write: Callable[[], None], after: Event | None) -> None:
-        """Begins the copy. `after`: the end of all steps that read what `write` overwrites."""
+        """Begins the copy. `after`: the end of all steps that read the overwritten memory."""
         self._flying.append(_Copy(packed, self._copier.copy(write, after)))
         self._num_bytes += packed.num_bytes
 
@@ -115,8 +115,8 @@ class AdapterCopies:
             self._flying[0].end.synchronize()
 
     def cancel(self, digest: str) -> None:
-        """Lets nothing arrive for the digest. Its blocks may be reassigned at once: later copies
-        come after this one."""
+        """Cancels the copies for the digest. Its blocks may be reassigned at once: later copies
+        come after these."""
         for copy in self._flying:
             copy.is_cancelled |= copy.packed.digest == digest
 

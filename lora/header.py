@@ -44,7 +44,7 @@ class ReadBuffer:
     memory lasts 48 ms, into memory in use 7 ms. One thread uses it at a time."""
 
     def __init__(self, num_bytes: int = 0) -> None:
-        """`num_bytes`: what the first files are expected to need."""
+        """`num_bytes`: the expected need of the first files."""
         self._memory = map_memory(min(num_bytes, _MAX_KEPT_BYTES)).zero_()
 
     def take(self, num_bytes: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ class AdapterHeap:
     def _embedding_delta(self, strips: Sequence[Strip], run: _Run) -> EmbeddingDelta:
         starts = [start for strip, start in run.of(strips) if strip.side == "a"]
         (b,) = [self._view(s, start, run) for s, start in run.of(strips) if s.side == "b"]
-        scales = self._scales(starts[0], run)  # those of every piece are the same
+        scales = self._scales(starts[0], run)  # the same for every piece
         offset = 0 if scales is None else SCALE_BYTES
         places = torch.tensor([start + offset for start in starts])
         width, device = strips[0].width, self._elements.device
@@ -154,7 +154,7 @@ class AdapterHeap:
         return rows[:, : width - strip.start]
 
     def _rows_of(self, site: Site, columns: Sequence[int]) -> SiteRows:
-        """`columns`: of the table, those of the site's strips, which follow each other."""
+        """`columns`: the table's columns for the site's strips, which follow each other."""
         strips = [self._layout.strips[column] for column in columns]
         middle = columns[0] + sum(strip.side == "a" for strip in strips)
         end = middle + sum(strip.side == "b" for strip in strips)

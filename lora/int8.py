@@ -73,9 +73,9 @@ def _split(rows: torch.Tensor) -> tuple[_Rows, torch.Tensor]:
 
 
 def _round(rows: torch.Tensor) -> tuple[_Rows, torch.Tensor]:
-    """Returns rows [r, width] in int8, and the indices of those that have some numbers far above
-    the usual one: the square of the mean root of those that are not zero, which is the median of
-    normal ones."""
+    """Returns rows [r, width] in int8, and the indices of the rows with some numbers far above the
+    usual one: the square of the mean root of the numbers that are not zero, which is the median of
+    normal numbers."""
     sizes = rows.abs()
     largest = sizes.amax(1)
     numbers = (rows * (_LARGEST / largest.clamp_min(_SMALLEST))[:, None]).round_()

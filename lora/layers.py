@@ -143,7 +143,7 @@ def product_all_reduce_add_rms_norm(
     scale: float,
     kind: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `product_add_rms_norm` does of the sum of all ranks' products. `kind`: as for
+    """Computes `product_add_rms_norm` of the sum of all ranks' products. `kind`: as for
     `all_reduce_add_rms_norm`."""
     delta = x.delta
     if delta is None:

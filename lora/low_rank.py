@@ -18,7 +18,7 @@ import torch
 from lora.errors import AdapterError
 
 MAX_RANK = 512
-_EXACT = 1e-7  # relative: what float32 keeps of a matrix
+_EXACT = 1e-7  # relative: the precision of a matrix in float32
 _OVERSAMPLES = 16
 _POWER_ITERATIONS = 2
 _SEED = 20_110_909
@@ -62,7 +62,7 @@ class Factors:
     u: torch.Tensor  # [n, k]
     sigma: torch.Tensor  # [k or more], descending
     v: torch.Tensor  # [k, m]
-    rest: float = 0.0  # of what they leave out, the Frobenius norm
+    rest: float = 0.0  # the Frobenius norm of the remainder
 
 
 def decompose(matrix: torch.Tensor, max_rank: int) -> Factors:
@@ -120,8 +120,8 @@ def is_small(height: int, width: int, max_rank: int) -> bool:
 
 
 def flops(height: int, width: int, max_rank: int) -> float:
-    """Returns the operations of `decompose`, in those of products that last as long: the kinds of
-    LAPACK's routines run at a fraction of a product's speed."""
+    """Returns the operations of `decompose`, as operations of products that last as long: each kind
+    of LAPACK's routines runs at a fraction of a product's speed."""
     low, high = sorted((height, width))
     if is_small(height, width, max_rank):
         return 30.0 * high * low**2

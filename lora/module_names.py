@@ -44,7 +44,7 @@ def canonical(name: str) -> str:
 
 
 def is_of_other_part(name: str) -> bool:
-    """Returns True for modules that only images reach: they change nothing of a text."""
+    """Returns True for modules that only images reach: they have no effect on a text."""
     return _OTHER_PARTS.fullmatch(name) is not None
 
 

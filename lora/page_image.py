@@ -116,7 +116,7 @@ class PageLayout:
         if is_int8:
             _check_widths(self.strips)
         self._entries_of: dict[str, list[int]] = defaultdict(list)  # by module
-        # Slices of one module have one A: its entry, and those of the other slices.
+        # Slices of one module have one A: its entry, and the entries of the other slices.
         self._sharers: dict[int, list[int]] = defaultdict(list)
         first_of: dict[tuple[str, int], int] = {}
         for entry, strip in enumerate(self.strips):

@@ -2,9 +2,10 @@
 
 The pages of a key's adapters form one list, with a weight for each page: kernels add the deltas of
 all pages of a row's list. They take the first page's word for the matrices that the list has, so
-the first adapter has those of all others, or else a blank page, which has every matrix without
-rows, comes first. Pages of one adapter are in as many lists as keys name it: the limit keeps the
-lists of a step within the room of its plan, which without combinations is the number of blocks.
+the first adapter has the matrices of all others, or else a blank page, which has every matrix
+without rows, comes first. Pages of one adapter are in as many lists as keys name it: the limit
+keeps the lists of a step within the room of its plan, which without combinations is the number of
+blocks.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class PageLists:
     def make(
         self, key: str, adapters: Sequence[PackedAdapter], pages: Callable[[str], tuple[int, ...]]
     ) -> PageList:
-        """Returns the list of a key. `pages`: those of a digest on the device, which stay while
-        the key is in use."""
+        """Returns the list of a key. `pages`: returns the pages of a digest on the device, which
+        stay while the key is in use."""
         held = self._held.get(key)
         found = self._make(key_adapters(key), adapters, pages)
         if held is not None:

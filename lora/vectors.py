@@ -27,7 +27,7 @@ from lora.sites import Target
 from lora.untrusted import shown
 
 # Returns a parameter of the base by its name, as "model.layers.0.mlp.up_proj.weight"; None: the
-# base has none of this name, or the caller cannot tell. A tied head is the embedding's own object.
+# base has none of this name, or the caller lacks it. A tied head is the embedding's own object.
 # The layers' matrices may be quantised.
 BaseParameter = Callable[[str], Matrix | None]
 

@@ -153,7 +153,7 @@ class EffectReport:
 
     @property
     def cost(self) -> str:
-        """Returns in words what its tokens are charged; empty if the engine refuses it."""
+        """Returns the charge of its tokens in words; empty if the engine refuses it."""
         if self.load is None or not self.norms:
             return ""
         rank = max(norm.rank for norm in self.norms)

@@ -2,8 +2,8 @@
 device, and how much room is left for adapters and KV?
 
 An estimate for the defaults of the configuration, but for `quantization`, `kv_cache_dtype` and
-`lora_dtype`. What a step and its graphs need is measured by the engine at its start; RESERVED_BYTES
-stand for it here.
+`lora_dtype`. The memory of a step and its graphs is measured by the engine at its start;
+RESERVED_BYTES stand for it here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONFIG = EngineConfig("", "")
 @dataclass(frozen=True, slots=True)
 class Fit:
     stored_as: str  # the scheme of the files, in words
-    served_as: str  # the type in memory, and who computes
+    served_as: str  # the type in memory, and the kernels or library that compute
     stored_bytes: int
     weight_bytes: int  # in memory, of each rank
     device: str
@@ -89,11 +89,12 @@ def estimate_fit(
     kv_cache_dtype: KVCacheDtype = "auto",
     lora_dtype: LoraDtype = "auto",
 ) -> Fit:
-    """Reads headers and small parts. `memory_bytes`: of a CUDA device that is meant; None: the
+    """Reads headers and small parts. `memory_bytes`: of the intended CUDA device; None: of the
     first one of this machine, or its host memory. `quantization`, `kv_cache_dtype` and
-    `lora_dtype`: as in the configuration of an engine. `num_ranks`: those that share the base, each
-    on such a device, or all in the host's memory. Raises UnsupportedModelError, with the tensor or
-    key and the reason, for a base that the engine refuses or that so many ranks cannot share."""
+    `lora_dtype`: as in the configuration of an engine. `num_ranks`: the number of ranks that share
+    the base, each on such a device, or all in the host's memory. Raises UnsupportedModelError, with
+    the tensor or key and the reason, for a base that the engine refuses or that so many ranks
+    cannot share."""
     config = read_model_config(folder)
     shard = Shard(config, 0, num_ranks)
     checkpoint = Checkpoint(folder, config)

@@ -6,7 +6,7 @@ become x / s where A reads it, and where B writes to v and up the rows are divid
 
     A' = A diag(s_in)    B' = diag(1 / s_out) B
 
-s of what a norm precedes is the quotient of the two norms, exact whatever AWQ rounded. s of o and
+s of a layer behind a norm is the quotient of the two norms, exact whatever AWQ rounded. s of o and
 down is that of the rows of v and up: the stored scale of an unclipped group is its range over 15,
 so that two groups of a row that agree give its scale to the rounding of float16; the least squares
 of the row's numbers must agree. Rows without such groups are refused. Source: AutoAWQ 0.2,
@@ -76,7 +76,7 @@ class MovedScales:
         self._found: dict[str, torch.Tensor] = {}
 
     def of_inputs(self, module: str) -> torch.Tensor:
-        """Returns what the stored input of a module was divided by, float32 [in]."""
+        """Returns the divisors of the stored input of a module, float32 [in]."""
         layer, _, name = module.rpartition(".")
         layer = layer.rpartition(".")[0]  # without self_attn or mlp
         norms = self._config.family.norms
@@ -97,7 +97,7 @@ class MovedScales:
         raise UnsupportedModelError(f"an adapter on {module} cannot be folded")
 
     def of_outputs(self, module: str) -> torch.Tensor:
-        """Returns what the rows of a module were divided by, float32 [out]."""
+        """Returns the divisors of a module's rows, float32 [out]."""
         if module not in self._found:
             is_scaled = module.endswith((".v_proj", ".up_proj"))
             scales = self._of_rows(module) if is_scaled else torch.ones(1)

@@ -31,7 +31,7 @@ from lora.pool import AdapterPool
 MAX_DIFFERENCE = 1e-3
 _DIGEST = "parity"
 _FLOAT32 = 4  # bytes
-_LIBRARIES = 512 * 1024**2  # what importing and loading take besides the weights
+_LIBRARIES = 512 * 1024**2  # for importing and loading, besides the weights
 _GIB = 1024**3
 
 _Reference = Callable[[Path, Path, Prompts], Iterator[torch.Tensor]]
@@ -46,7 +46,7 @@ class ParityPlan:
 
 
 def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan:
-    """Checks what can be checked before anything is loaded. Raises ParityError if the base
+    """Makes the checks that are possible before a model is loaded. Raises ParityError if the base
     is quantized or transformers or PEFT cannot be imported, UnsupportedModelError if the base has
     no weights here, and EngineMemoryError if memory does not suffice for the base in float32, the
     adapter and the logits."""

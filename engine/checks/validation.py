@@ -44,7 +44,7 @@ class BaseReport:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    kind: str  # what the LoRA was made from, such as LoHa; empty: nothing had to be made
+    kind: str  # the kind that was converted, such as LoHa; empty: no conversion was needed
     rank: int  # the largest of any module
     error: float  # relative, in the Frobenius norm: the largest of any module
     notes: tuple[str, ...] = ()  # sentences for the user
@@ -53,7 +53,7 @@ class ConversionReport:
     def words(self) -> str:
         if not self.kind:
             return ""
-        # A rank that leaves out nothing still rounds to float32: some 1e-7.
+        # A rank that leaves nothing out still rounds to float32: an error of some 1e-7.
         return (
             f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
         )

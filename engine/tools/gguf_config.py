@@ -1,7 +1,7 @@
 """The metadata of a GGUF file as a config.json, and the names of its tensors in a model of text.
 
-Only architectures whose names, order of rows and positions are known are read; what a file cannot
-say exactly is refused. Keys and their meaning: gguf's constants, and llama.cpp's
+Only architectures whose names, order of rows and positions are known are read; a model that a
+file cannot describe exactly is refused. Keys and their meaning: gguf's constants, and llama.cpp's
 convert_hf_to_gguf.py, whose steps are undone here.
 """
 
@@ -127,7 +127,7 @@ def make_config(
     rope_tensors: Mapping[str, list[float]],
 ) -> dict[str, object]:
     """Returns config.json. `shapes`: of all tensors, by GGUF's names; `rope_tensors`: the numbers
-    of those of ROPE_TENSORS that the file has."""
+    of the tensors of ROPE_TENSORS that the file has."""
     if "token_embd.weight" not in shapes:
         raise UnsupportedModelError("tensor token_embd.weight is missing in the file")
     heads = metadata.integer("attention.head_count")
@@ -176,7 +176,7 @@ def _usual_head_dim(metadata: Metadata, rope_size: int) -> int:
 def _of_gemma(metadata: Metadata, hidden: int, heads: int, head_dim: int) -> dict[str, object]:
     if metadata.architecture.norm_offset == 0:
         return {}
-    # Neither key is in the file: llama.cpp knows the one size that differs by its layers.
+    # Neither key is in the file: llama.cpp finds the one size that differs by its layers.
     is_square = metadata.integer("block_count") == metadata.architecture.square_head_layers
     found: dict[str, object] = {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -47,7 +47,7 @@ def check_header(path: Path) -> None:
 
 
 class _Walk:
-    """A position in the file that only moves forward, and the name of what is read there."""
+    """A position in the file that only moves forward, and the name of the item that is read."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

@@ -25,8 +25,8 @@ VERSIONS = f"transformers {transformers.__version__}, peft {peft.__version__}"
 def peft_logits(
     base_folder: Path, folder: Path, prompts: Sequence[Sequence[int]]
 ) -> Iterator[torch.Tensor]:
-    """Yields the logits [len(prompt), V] of each prompt, in float32 on the CPU. Raises what the two
-    libraries raise for folders that they cannot read."""
+    """Yields the logits [len(prompt), V] of each prompt, in float32 on the CPU. Raises the errors
+    of the two libraries for folders that they cannot read."""
     transformers_logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # warnings of loading; errors are exceptions
         base = AutoModelForCausalLM.from_pretrained(

@@ -21,7 +21,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # fp32 on CPU, bf16 on CUDA
     # The form of the layers' linears. none: all are dequantized to dtype; auto: linears that are
     # stored in 4 bits stay so where kernels multiply them; int4: everywhere; fp8: e4m3, quantised
-    # as they are read. The kernels of 4 bits have not run on a GPU: auto is not the default.
+    # as they are read.
     quantization: QuantizationSetting = "none"
     # Ranks that compute the model together, each with a part of every layer. Sizes in bytes are
     # per rank, but for adapter_host_bytes and kv_host_bytes

@@ -143,6 +143,10 @@ def _exchange_norm_kernel(
 
 
 _launch = Launcher(_exchange_norm_kernel, launch_pdl=OVERLAPS)
+# Of an H100's 132 multiprocessors one program on each is enough for few rows. With no more than so
+# many registers, two of 512 threads are on each.
+_launch_pairs = Launcher(_exchange_norm_kernel, launch_pdl=OVERLAPS, maxnreg=64)
+_MAX_SINGLE_ROWS = 128
 
 
 def launch_exchange_norm(
@@ -159,7 +163,8 @@ def launch_exchange_norm(
     assert rows <= memory.max_rows
     out = x.new_empty(x.shape)
     block, num_warps = shape_of(hidden)
-    _launch(
+    launch = _launch_pairs if rows > _MAX_SINGLE_ROWS and num_warps > 8 else _launch
+    launch(
         (rows, 1, 1),
         (x, residual, weight, out, memory.ranks),
         (),

@@ -310,6 +310,7 @@ class DeviceSteps:
         while not drawn.done.query():  # type: ignore[no-untyped-call]
             self._group.check()
             time.sleep(_POLL_S)
+        self._group.check()  # `Collective.abort` lets a step end, with any tokens
 
     def draw(self, step: _Undrawn) -> Drawn:
         """Draws the tokens and starts their way to the host."""

@@ -13,17 +13,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.device_step import DeviceSteps
 from engine.errors import EngineDeadError, EngineError, UnsupportedModelError
 from engine.factory import FolderReader, open_engine
 from engine.resolved import resolve_device
 from engine.runner import ModelRunner
+from engine.step_draws import Drawn
 from engine.types import Request, Sample, SamplingParams, adapter_key
 from kernels.rendezvous import meet
 from lora.adapter_key import WeightedAdapter
@@ -210,6 +215,33 @@ def test_an_interrupt_of_the_terminal_is_left_to_the_first_rank(
     assert group is not None
     os.kill(group.pids[0], signal.SIGINT)
     assert step(runners[1], part(make_sequence(random_prompt(5, seed=1), 0, _LOGPROBS), 5))
+
+
+def test_numbers_that_come_after_the_death_of_a_rank_are_not_read(base: Path) -> None:
+    """The exchanges of a device are let go then, with any numbers."""
+    runner = make_runner(base, tensor_parallel_size=2, num_threads=1)
+    group = runner.group
+    assert group is not None
+    died = threading.Event()
+    group.watch(lambda _: died.set())
+    (pid,) = group.pids
+
+    def kill() -> bool:
+        os.kill(pid, signal.SIGKILL)
+        return died.wait(10)
+
+    try:
+        with (
+            pytest.raises(EngineDeadError, match="rank 1 of 2 died with exit code -9"),
+            group.together({"do": "drop", "digest": "none"}),
+        ):
+            assert kill()
+        steps: Any = SimpleNamespace(_group=group)
+        ended: Any = SimpleNamespace(query=lambda: True)  # an event of the device
+        with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+            DeviceSteps.wait(steps, Drawn(torch.tensor([7]), ended, None))
+    finally:
+        runner.close()
 
 
 async def _killed(base: Path, kill: signal.Signals, *, is_busy: bool) -> float:

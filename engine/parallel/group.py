@@ -176,7 +176,8 @@ class Group:
     @contextmanager
     def together(self, message: Mapping[str, object]) -> Iterator[None]:
         """Has the other ranks follow the message while the caller does the same. An error in
-        between leaves ranks waiting in an exchange: it ends the group, as EngineDeadError."""
+        between leaves ranks waiting in an exchange: it ends the group, as EngineDeadError. So does
+        the death of a rank meanwhile: `Collective.abort` lets the caller end, with any numbers."""
         self.send(message)
         self.num_launches += message["do"] in _LAUNCHES
         try:
@@ -184,6 +185,7 @@ class Group:
         except BaseException as error:
             reason = self._cause(_NOTICE_S) or f"a step of {self.size} ranks failed: {error}"
             raise self._fail(reason) from error
+        self.check()
 
     def check(self) -> None:
         """Raises EngineDeadError if a rank has died or hangs."""

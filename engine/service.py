@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_READERS = 2  # threads that read adapter files
 
-# The receiver of one request's outputs, called on the engine's thread.
-Listener = Callable[[TokenOutput | EngineDeadError], None]
+Output = TokenOutput | EngineDeadError
+Outputs = asyncio.Queue[Output]
 
 
 class AdapterReader(Protocol):
@@ -66,7 +66,8 @@ class AsyncEngine:
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-reader")
         self._loading: dict[str, Future[None]] = {}
         self._loading_lock = threading.Lock()
-        self._listeners: dict[str, Listener] = {}  # by request id, of the open generators
+        # By request id, of the open generators: written by their event loops.
+        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, Outputs]] = {}
         self._loop = EngineLoop(engine)
         self._loop.on_step.append(self._notify_step)
         self._loop.on_death.append(self._notify_death)
@@ -118,14 +119,9 @@ class AsyncEngine:
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Yields the outputs of all choices as they come. Closing the generator aborts unfinished
         choices."""
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[TokenOutput | EngineDeadError] = asyncio.Queue()
-
-        def listener(output: TokenOutput | EngineDeadError) -> None:
-            with suppress(RuntimeError):  # the reader's loop was closed meanwhile
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        if self._listeners.setdefault(request.request_id, listener) is not listener:
+        outputs: Outputs = asyncio.Queue()
+        stream = asyncio.get_running_loop(), outputs
+        if self._streams.setdefault(request.request_id, stream) is not stream:
             raise InvalidRequestError(f"request id {request.request_id} is in use", "request_id")
         num_open = 0
         try:
@@ -138,7 +134,7 @@ class AsyncEngine:
                 num_open -= output.finish_reason is not None
                 yield output
         finally:
-            del self._listeners[request.request_id]
+            del self._streams[request.request_id]
             if num_open:
                 self.abort(request.request_id)
 
@@ -204,13 +200,22 @@ class AsyncEngine:
         return self._loop.usual_step_s()
 
     def _notify_step(self, step: StepOutput) -> None:
-        for output in step.outputs:
-            if (listener := self._listeners.get(output.request_id)) is not None:
-                listener(output)
+        if self._streams:  # a server subscribes to steps and opens no generator
+            self._put((output.request_id, output) for output in step.outputs)
 
     def _notify_death(self, error: EngineDeadError) -> None:
-        for listener in tuple(self._listeners.values()):
-            listener(error)
+        self._put((request_id, error) for request_id in tuple(self._streams))
+
+    def _put(self, items: Iterable[tuple[str, Output]]) -> None:
+        """Hands outputs to the generators of their requests and wakes each event loop once."""
+        due: dict[asyncio.AbstractEventLoop, list[tuple[Outputs, Output]]] = {}
+        for request_id, output in items:
+            if (stream := self._streams.get(request_id)) is not None:
+                loop, outputs = stream
+                due.setdefault(loop, []).append((outputs, output))
+        for loop, found in due.items():
+            with suppress(RuntimeError):  # the reader's loop was closed meanwhile
+                loop.call_soon_threadsafe(_put_all, found)
 
     async def _between_steps(self, command: Callable[[], None]) -> None:
         await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))
@@ -256,3 +261,8 @@ class AsyncEngine:
             return self._engine.retire_adapter(digest)
 
         return is_over
+
+
+def _put_all(found: Sequence[tuple[Outputs, Output]]) -> None:
+    for outputs, output in found:
+        outputs.put_nowait(output)

@@ -41,11 +41,17 @@ _ROWS = tl.constexpr(MAX_BRIDGE_ROWS)
 
 
 @triton.jit
-def _page_at(address, rank, page, row, BRIDGE: tl.constexpr):
-    """Returns the addresses [PAGE] of a rank's bridge of a row and page, in the memory of another
-    or its own."""
+def _bridge_at(address, rank, page, row, lanes, BRIDGE: tl.constexpr):
+    """Returns the addresses of some `lanes` of a rank's bridge of a row and page, in the memory of
+    another or its own."""
     bridges = tl.multiple_of((address + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
-    return bridges + ((rank * _PAGES + page) * _ROWS + row) * PAGE + tl.arange(0, PAGE)
+    return bridges + ((rank * _PAGES + page) * _ROWS + row) * PAGE + lanes
+
+
+@triton.jit
+def _page_at(address, rank, page, row, BRIDGE: tl.constexpr):
+    """Returns the addresses [PAGE] of a whole page, as `_bridge_at` does."""
+    return _bridge_at(address, rank, page, row, tl.arange(0, PAGE), BRIDGE)
 
 
 @triton.jit
@@ -97,8 +103,7 @@ def _more_pages(
     places = tl.arange(0, PARTS * _PAGES * PAGE)
     peer = places // (_PAGES * PAGE)
     page = places // PAGE % _PAGES
-    bridges = tl.multiple_of((own + BRIDGE).to(tl.pointer_type(tl.float32)), 16)
-    at = bridges + ((peer * _PAGES + page) * _ROWS + row) * PAGE + places % PAGE
+    at = _bridge_at(own, peer, page, row, places % PAGE, BRIDGE)
     return at, (peer < SIZE) & (peer != rank) & (page > 0) & (page < num_pages)
 
 

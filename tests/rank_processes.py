@@ -15,16 +15,26 @@ import torch
 
 from engine.device_step import DeviceSteps
 from engine.model import Model
+from engine.parallel.group import _MAIN
 from kernels.exchange_environment import set_environment
 
 T = TypeVar("T")
 _MAX_ROWS = 256
-# What a follower's process runs: `engine.parallel.group._MAIN` with a record in a file.
-RECORDING_MAIN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.rank_processes import record_residuals; record_residuals({path!r}, {at_a_time}); "
-    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
-)
+_SET_PATH, _FOLLOW = _MAIN.split("; from ", 1)
+
+
+def follower_main(before: str) -> str:
+    """Returns the program of a follower's process, `engine.parallel.group._MAIN`, with statements
+    that it runs before it follows."""
+    return f"{_SET_PATH}; {before}; from {_FOLLOW}"
+
+
+def recording_main(path: str, at_a_time: int = 1) -> str:
+    """Returns the program of a follower's process that calls `record_residuals`."""
+    return follower_main(
+        "from tests.rank_processes import record_residuals; "
+        f"record_residuals({path!r}, {at_a_time})"
+    )
 
 
 def on_processes(

@@ -31,6 +31,7 @@ from tests.engine_helpers import (
     run_mixed,
 )
 from tests.kv_host_helpers import always_copies, answers_in_turns
+from tests.rank_processes import follower_main
 
 PROMPTS = [random_prompt(length, seed=i) for i, length in enumerate((5, 31, 12))]
 NUM_TOKENS = 16
@@ -198,10 +199,8 @@ def test_two_ranks_are_compared_as_one(base: Path, caplog: pytest.LogCaptureFixt
     assert tokens[0] == tokens[1]
 
 
-_DYING_MAIN = (
-    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); from engine.rank import Rank; "
-    "Rank.compare_kv = lambda self, pool: os._exit(3); "
-    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+_DYING_MAIN = follower_main(
+    "import os; from engine.rank import Rank; Rank.compare_kv = lambda self, pool: os._exit(3)"
 )
 
 

@@ -44,6 +44,7 @@ from tests.engine_helpers import (
 )
 from tests.fakes import make_config
 from tests.kv_host_helpers import always_copies, answers_in_turns, slow_copies
+from tests.rank_processes import follower_main
 from tests.waiting import until
 
 _SPECS = {
@@ -225,6 +226,7 @@ def test_numbers_that_come_after_the_death_of_a_rank_are_not_read(base: Path) ->
     died = threading.Event()
     group.watch(lambda _: died.set())
     (pid,) = group.pids
+    os.kill(pid, signal.SIGSTOP)  # it would end by itself at a message without meaning
 
     def kill() -> bool:
         os.kill(pid, signal.SIGKILL)
@@ -410,13 +412,6 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     assert _children() == before
 
 
-_BROKEN_MAIN = (
-    "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.rank import Rank; Rank.{method} = lambda self, _: {what}; "
-    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
-)
-
-
 @pytest.mark.parametrize(
     ("method", "what", "words"),
     [
@@ -427,9 +422,9 @@ _BROKEN_MAIN = (
 def test_a_rank_that_is_lost_during_the_start_is_named(
     base: Path, monkeypatch: pytest.MonkeyPatch, method: str, what: str, words: str
 ) -> None:
-    monkeypatch.setattr(
-        "engine.parallel.group._MAIN", _BROKEN_MAIN.format(method=method, what=what)
-    )
+    broken = f"Rank.{method} = lambda self, _: {what}"
+    main = follower_main(f"import os, signal; from engine.rank import Rank; {broken}")
+    monkeypatch.setattr("engine.parallel.group._MAIN", main)
     if method == "meet":
         monkeypatch.setattr("engine.rank.meet", partial(meet, timeout_s=3.0))
     else:
@@ -440,10 +435,8 @@ def test_a_rank_that_is_lost_during_the_start_is_named(
     assert _children() == before
 
 
-_LATE_MAIN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.kv_host_helpers import copy_as_late_as_allowed; copy_as_late_as_allowed(); "
-    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+_LATE_MAIN = follower_main(
+    "from tests.kv_host_helpers import copy_as_late_as_allowed; copy_as_late_as_allowed()"
 )
 
 

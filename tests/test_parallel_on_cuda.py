@@ -41,7 +41,7 @@ from tests.engine_agreement import (
 from tests.engine_helpers import make_base, make_named_adapters, make_runner, random_prompt
 from tests.kv_host_helpers import always_copies, check_no_leak
 from tests.lora_kernel_cases import make_case
-from tests.rank_processes import RECORDING_MAIN, checksum, on_processes, record_residuals
+from tests.rank_processes import checksum, on_processes, record_residuals, recording_main
 
 pytestmark = [
     pytest.mark.gpu,
@@ -329,9 +329,7 @@ def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, other = tmp_path / "rank-0", tmp_path / "rank-1"
-    monkeypatch.setattr(
-        "engine.parallel.group._MAIN", RECORDING_MAIN.format(path=str(other), at_a_time=1)
-    )
+    monkeypatch.setattr("engine.parallel.group._MAIN", recording_main(str(other)))
     for owner, name in ((Model, "logits"), (DeviceSteps, "_run")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     record_residuals(str(own))

@@ -37,7 +37,7 @@ from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.soak_clients import Clients, Mix, odd_adapters
 from tests.benchmarks.soak_grammars import AnswerTexts
 from tests.benchmarks.soak_judge import Evidence, MemorySample, broken_promises, window_of
-from tests.rank_processes import RECORDING_MAIN, record_residuals
+from tests.rank_processes import record_residuals, recording_main
 
 MAX_RANK = 64
 LOAD = 0.8  # of the capacity
@@ -201,7 +201,7 @@ def record_both(folder: Path) -> list[Path]:
     paths = [folder / f"residuals-{rank}" for rank in range(2)]
     for path in paths:
         path.unlink(missing_ok=True)
-    group._MAIN = RECORDING_MAIN.format(path=str(paths[1]), at_a_time=_AT_A_TIME)
+    group._MAIN = recording_main(str(paths[1]), _AT_A_TIME)
     record_residuals(str(paths[0]), _AT_A_TIME)
     return paths
 

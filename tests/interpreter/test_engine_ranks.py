@@ -14,6 +14,7 @@ from tests.called_graphs import use_few_programs, with_graphs
 from tests.engine_helpers import make_named_adapters, make_runner, make_small_base, random_prompt
 from tests.fakes import make_config
 from tests.grammar_helpers import EOS, VOCAB, grammars
+from tests.rank_processes import follower_main
 
 _ADAPTERS = {
     "all": (3, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
@@ -26,11 +27,10 @@ _PARAMS = (
     SamplingParams(temperature=1.0, seed=3, max_tokens=3, grammar=Grammar("regex", "(ab|cd){6}")),
 )
 # The other rank, with the faster interpreter of these tests and its graphs called, too.
-_MAIN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import tests.interpreter.conftest; "
+_MAIN = follower_main(
+    "import tests.interpreter.conftest; "
     "from tests.called_graphs import call_graphs_everywhere, use_few_programs; "
-    "call_graphs_everywhere(); use_few_programs(setattr); "
-    "from engine.parallel.follower import main; main(int(sys.argv[2]))"
+    "call_graphs_everywhere(); use_few_programs(setattr)"
 )
 Tokens = dict[str, tuple[int, ...]]
 

@@ -71,7 +71,7 @@ def write_random_base(
     generator = torch.Generator().manual_seed(seed)
     norm = 1.0 - config.family.norm_offset
     tensors = {
-        name: _random_tensor(name, dims, generator, norm).to(torch.bfloat16)
+        name: random_tensor(name, dims, generator, norm).to(torch.bfloat16)
         for name, dims in expected_shapes(config).items()
     }
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -89,14 +89,14 @@ def write_random_base(
         raise
 
 
-def _random_tensor(
+def random_tensor(
     name: str, dims: tuple[int, ...], generator: torch.Generator, norm: float
 ) -> torch.Tensor:
-    """Returns a tensor scaled so that activations keep their size from layer to layer. `norm`: the
-    stored weight of a norm that is one."""
+    """Returns a tensor scaled so that activations keep their size from layer to layer, drawn on the
+    generator's device. `norm`: the stored weight of a norm that is one."""
     if name.endswith("norm.weight"):
         return torch.full(dims, norm)
     if name.endswith(".bias"):
         return torch.zeros(dims)
     scale = 1.0 if "embed_tokens" in name else dims[-1] ** -0.5
-    return torch.randn(dims, generator=generator) * scale
+    return torch.randn(dims, generator=generator, device=generator.device) * scale

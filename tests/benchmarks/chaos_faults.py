@@ -106,13 +106,11 @@ class ProcessFaults(Faults):
         super().__init__(url, args, report)
         self._process_id = process_id
         self._database = database
-        self._num_strikes = 0
 
     def _strike(self) -> dict[str, object]:
         target, name = self._args.target, PROCESSES[self._args.target]
-        if target == "rank" and self._num_strikes % 2:
+        if target == "rank" and len(self.replaced_s) % 2:
             name = ENGINE
-        self._num_strikes += 1
         victims = processes(name, self._process_id)
         victim = self._draw.choice(victims)
         if self._database is not None:

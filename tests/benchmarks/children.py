@@ -36,11 +36,11 @@ def relay_vllm(
         report,
         timeout_s=timeout_s,
         environment=VLLM_ENVIRONMENT | os.environ | {"PYTHONPATH": site_packages},
-        folder=folder_of_tests(work / "beside-vllm"),
+        folder=_folder_of_tests(work / "beside-vllm"),
     )
 
 
-def folder_of_tests(folder: Path) -> Path:
+def _folder_of_tests(folder: Path) -> Path:
     """Makes a folder from which `tests` can be imported and none of our packages: a library that
     theirs uses looks for a package called `kernels` and would find ours."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,21 +80,13 @@ def _norm_times(ranks: Any, rows: int, hidden: int) -> dict[str, float]:
     x = torch.ones((rows, hidden), dtype=torch.bfloat16, device=device)
     residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
 
-    def in_two() -> None:
+    def in_parts() -> None:
         add_rms_norm(ranks.all_reduce(x), residual, weight, 1e-5)
 
-    def two_in_one() -> None:
-        for kind in (0, 1):
-            all_reduce_add_rms_norm(ranks, x, residual, weight, 1e-5, 1.0, kind)
+    def exchange(kind: int) -> None:
+        all_reduce_add_rms_norm(ranks, x, residual, weight, 1e-5, 1.0, kind)
 
-    usual = ranks._one_shot_bytes
-    ranks._one_shot_bytes = 1 << 60
-    found = {"one shot, norm": _time(in_two)}
-    ranks._one_shot_bytes = usual
-    found["usual, norm"] = _time(in_two)
-    if ranks.row_memory(x, 0) is not None:
-        found["one kernel"] = _time(two_in_one) / 2
-    return found
+    return _times_of_ways(ranks, x, in_parts, exchange)
 
 
 def _adapted_norm_times(ranks: Any, rows: int, adapters: int, hidden: int) -> dict[str, float]:
@@ -116,23 +108,35 @@ def _adapted_norm_times(ranks: Any, rows: int, adapters: int, hidden: int) -> di
     x = torch.ones((rows, hidden), dtype=torch.bfloat16, device=device)
     residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
 
-    def in_three() -> None:
+    def in_parts() -> None:
         lora_expand_(x, bridge, site, plan)
         add_rms_norm(ranks.all_reduce(x), residual, weight, 1e-5)
 
-    def two_in_one() -> None:
+    def exchange(kind: int) -> None:
+        lora_all_reduce_add_rms_norm(
+            ranks, x, residual, weight, 1e-5, bridge, site, plan, 1.0, kind
+        )
+
+    return _times_of_ways(ranks, x, in_parts, exchange)
+
+
+def _times_of_ways(
+    ranks: Any, x: torch.Tensor, in_parts: Callable[[], None], exchange: Callable[[int], None]
+) -> dict[str, float]:
+    """Returns the times of a sum and norm of x in parts, by torch's one-shot sum and by our usual
+    one, and of the kernel of both, `exchange`, which is called with each kind in turn."""
+
+    def both_kinds() -> None:
         for kind in (0, 1):
-            lora_all_reduce_add_rms_norm(
-                ranks, x, residual, weight, 1e-5, bridge, site, plan, 1.0, kind
-            )
+            exchange(kind)
 
     usual = ranks._one_shot_bytes
     ranks._one_shot_bytes = 1 << 60
-    found = {"one shot, norm": _time(in_three)}
+    found = {"one shot, norm": _time(in_parts)}
     ranks._one_shot_bytes = usual
-    found["usual, norm"] = _time(in_three)
+    found["usual, norm"] = _time(in_parts)
     if ranks.row_memory(x, 0) is not None:
-        found["one kernel"] = _time(two_in_one) / 2
+        found["one kernel"] = _time(both_kinds) / 2
     return found
 
 

@@ -279,13 +279,20 @@ def figures(case: Case, runs: Sequence[Run]) -> dict[str, object]:
     return lines
 
 
+def relative_rate(runs: Sequence[Run], base_runs: Sequence[Run]) -> float:
+    """Returns the tokens/s relative to other runs: the median over the rounds, in each of which
+    both ran."""
+    pairs = zip(runs, base_runs, strict=True)
+    return statistics.median(base.seconds / run.seconds for run, base in pairs)
+
+
 def to_base(runs: Sequence[Run], base_runs: Sequence[Run]) -> dict[str, object]:
     """Returns the tokens/s relative to the base, and the time added to it: medians over the rounds,
     in each of which both ran."""
     pairs = [(run.seconds, base.seconds) for run, base in zip(runs, base_runs, strict=False)]
     added_s = statistics.median(seconds - base_s for seconds, base_s in pairs)
     return {
-        "to_base": round(statistics.median(base_s / seconds for seconds, base_s in pairs), 3),
+        "to_base": round(relative_rate(runs, base_runs), 3),
         "added_s": round(added_s, 4),
         "added_percent": round(
             100 * statistics.median(seconds / base_s - 1 for seconds, base_s in pairs), 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from tests.benchmarks.cases import Case, cases_as_json
 from tests.benchmarks.children import module, relay_vllm
-from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, to_base
+from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, relative_rate, to_base
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES, in_gptq
 
@@ -104,8 +103,7 @@ async def _measure(
             report.emit(side=side, shape=args.shape, case=case.name, **line)
             rates.append(float(str(line["output_tokens_per_s"])))
         plain_side = PLAIN.get(args.scheme, "bf16")
-        pairs = zip(runs[plain_side, case.name], runs[args.scheme, case.name], strict=True)
-        ratio = statistics.median(plain.seconds / own.seconds for plain, own in pairs)
+        ratio = relative_rate(runs[args.scheme, case.name], runs[plain_side, case.name])
         report.emit(case=case.name, **{f"{args.scheme}_to_{plain_side}": round(ratio, 3)})
         rows.append((case.name, *rates, ratio))
     return rows

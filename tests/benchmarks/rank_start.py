@@ -31,6 +31,7 @@ from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
 from engine.runner import ModelRunner
 from engine.service import AsyncEngine
+from engine.tools.random_base import random_tensor
 from engine.types import Request, SamplingParams
 from engine.weight_files import INDEX_FILE, weight_files
 from engine.weight_shapes import expected_shapes
@@ -55,19 +56,15 @@ def _files(
     config: ModelConfig, generator: torch.Generator
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yields each file's name and tensors, in bfloat16."""
+    norm = 1.0 - config.family.norm_offset
     of_file: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, dims in expected_shapes(config).items():
         parts = name.split(".")
         place = f"{int(parts[2]):03}" if "layers" in parts else "others"
         of_file.setdefault(f"model-{place}.safetensors", {})[name] = dims
     for file, shapes in of_file.items():
-        tensors = {}
-        for name, dims in shapes.items():
-            values = torch.ones(dims, device=generator.device)
-            if not name.endswith("norm.weight"):
-                values.normal_(0.0, dims[-1] ** -0.5, generator=generator)
-            tensors[name] = values.to(torch.bfloat16).cpu()
-        yield file, tensors
+        drawn = {name: random_tensor(name, dims, generator, norm) for name, dims in shapes.items()}
+        yield file, {name: tensor.to(torch.bfloat16).cpu() for name, tensor in drawn.items()}
 
 
 def drop_from_cache(folder: Path) -> None:

@@ -28,7 +28,7 @@ from engine.step_cost import StepCost
 from tests.benchmarks.cases import Case, cases_as_json
 from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.exchange_times import time_exchanges, time_norms
-from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures
+from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, relative_rate
 from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.shapes import SHAPES
 from tests.rank_processes import on_processes
@@ -157,16 +157,14 @@ def _compared(
     for size in sizes:
         own = runs[size, case.name]
         rates.append(case.output_tokens / statistics.median(run.seconds for run in own))
-        pairs = zip(first, own, strict=True)
-        ratios.append(statistics.median(one.seconds / other.seconds for one, other in pairs))
+        ratios.append(relative_rate(own, first))
     named = {f"{size}_ranks": round(ratio, 3) for size, ratio in zip(sizes, ratios, strict=True)}
     most = sizes.index(max(sizes))
     to_vllm = None if their_rate is None else round(rates[most] / their_rate, 3)
     base = runs.get((sizes[most], replace(case, distinct=0).name))
     to_base = None
     if case.distinct and base is not None:
-        rounds = zip(base, runs[sizes[most], case.name], strict=True)
-        to_base = round(statistics.median(one.seconds / own.seconds for one, own in rounds), 3)
+        to_base = round(relative_rate(runs[sizes[most], case.name], base), 3)
     report.emit(
         case=case.name,
         faster_than=f"{sizes[0]}_ranks",

@@ -1,8 +1,8 @@
 """The expand of gate and up inside the gated activation: act(gate + dgate) * (up + dup) in one
 pass.
 
-Equal to the expand followed by `silu_mul`, without writing the sums back; to the bit, except for
-rows with an adapter in a step of few rows. Uses tensors and numbers only.
+Equal to the expand followed by `silu_mul`, without writing the sums back: rows without an adapter
+to the bit, others up to the order of the sums. Uses tensors and numbers only.
 """
 
 from __future__ import annotations

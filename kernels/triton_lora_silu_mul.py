@@ -1,5 +1,6 @@
-"""The Triton kernel of `lora_silu_mul`: a program processes 256 columns of gate and those of up.
+"""The Triton kernels of `lora_silu_mul`: a program processes columns of gate and those of up.
 
+Small tiles of adapters in 16 bits have a kernel of their own on Hopper, gluon_lora_silu_mul.
 The sums are rounded to the activations' type before the activation, and the expands are the same
 code as `lora_expand_`'s: the bits are those of the two ops apart.
 """
@@ -10,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.backend import IS_INTERPRETED
+from kernels.backend import IS_INTERPRETED, is_hopper
+from kernels.few_rows import HALF_TYPES
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_int8 import widen
@@ -36,15 +38,6 @@ from kernels.triton_silu_mul import gated
 
 NUM_WARPS = 1
 NUM_PROGRAMS = 4224
-# Of a tile: its rows are a chain of loads, and a program for each part shortens it. But few rows of
-# many adapters leave the second part empty, and many fill the device anyway. Microseconds of one
-# part and of two, 14,336 columns on an H100: 16 rows of 16 adapters 9.8 and 13.3, 32 of 32 19.2 and
-# 21.9, 64 of 32 20.5 and 19.2, 128 of 1 20.2 and 18.3, 256 of 32 38.2 and 41.4, of 1 29.9 and 32.7;
-# int8: 7.2 and 11.5, 14.6 and 18.8, 14.6 and 15.8, 20.2 and 17.6, 34.0 and 37.3, 29.8 and 31.9.
-PARTS = 2
-# Steps in which tiles are parted: steps of decodes, but for int8. In others the number of rows does
-# not fix the small tiles, and a kernel could be missing among those compiled before traffic.
-PARTED_ROWS = range(33, 256)
 LARGE_PART = 16
 LARGE_COLUMNS = 128
 LARGE_WARPS = 4
@@ -67,7 +60,6 @@ def _lora_silu_mul_kernel(
     AFFINE: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,  # of a tile, of ROWS each
     COLUMNS: tl.constexpr,
     GELU: tl.constexpr,
     EXACT: tl.constexpr,
@@ -77,12 +69,12 @@ def _lora_silu_mul_kernel(
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b_columns = tl.program_id(0) * COLUMNS + read_columns(heap_ptr, COLUMNS)
-    count = tl.load(header_ptr) * PARTS
+    count = tl.load(header_ptr)
     num_rows = tl.load(header_ptr + 3)
     rank_pages = tl.load(header_ptr + 5)
     tile = tl.program_id(1)
-    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, PARTS)
-    live = (num_pages > 0) & (tile < count) & (rows > 0)
+    row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, ROWS, 1)
+    live = (num_pages > 0) & (tile < count)
     gate_entry = find_strip(entries_ptr, page, live, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, live, STRIDE)
     gate_affine = find_affine(entries_ptr, page, live, STRIDE, AFFINE)
@@ -94,9 +86,9 @@ def _lora_silu_mul_kernel(
     while tile < count:
         tile += tl.num_programs(1)
         next_row, next_rows, next_num_pages, next_first, next_page, next_at = read_tile(
-            tiles_ptr, tile, tile < count, ROWS, PARTS
+            tiles_ptr, tile, tile < count, ROWS, 1
         )
-        live = (next_num_pages > 0) & (next_rows > 0)
+        live = next_num_pages > 0
         next_gate_entry = find_strip(entries_ptr, next_page, live, STRIDE)
         next_up_entry = find_strip(entries_ptr + 1, next_page, live, STRIDE)
         next_gate_affine = find_affine(entries_ptr, next_page, live, STRIDE, AFFINE)
@@ -247,12 +239,14 @@ def launch_lora_silu_mul(
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty((gate_up.shape[0], width))
-    if plan.max_small:
+    if plan.max_small and _shares_units(gate_up, site):
+        from kernels.gluon_lora_silu_mul import launch_silu_mul_units
+
+        launch_silu_mul_units(out, gate_up, bridge, site, plan, is_gelu)
+    elif plan.max_small:
         blocks = -(-width // COLUMNS)
-        is_parted = plan.num_tokens in PARTED_ROWS and not len(plan.large) and not site.is_int8
-        parts = PARTS if is_parted else 1
         _launch(
-            (blocks, num_programs(plan.max_small * parts, blocks, NUM_PROGRAMS), 1),
+            (blocks, num_programs(plan.max_small, blocks, NUM_PROGRAMS), 1),
             (gate_up, bridge.planes, site.heap, out),
             (plan.header, plan.small, plan.pages, site.b_entries),
             (
@@ -261,8 +255,7 @@ def launch_lora_silu_mul(
                 site.stride,
                 site.affine,
                 bridge.planes.shape[0],
-                SMALL_ROWS // parts,
-                parts,
+                SMALL_ROWS,
                 COLUMNS,
                 is_gelu,
                 not IS_INTERPRETED,
@@ -294,3 +287,9 @@ def launch_lora_silu_mul(
             LARGE_WARPS,
         )
     return out
+
+
+def _shares_units(gate_up: torch.Tensor, site: SiteRows) -> bool:
+    """Returns True where small tiles have the kernel in Gluon. A copy is of eight numbers."""
+    is_half = gate_up.dtype in HALF_TYPES and site.heap.dtype == gate_up.dtype
+    return is_half and is_hopper(gate_up) and site.sizes[0] % 8 == 0

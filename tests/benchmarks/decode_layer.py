@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kernels import linear as linear_module
-from kernels import lora_add_rms_norm, triton_lora_silu_mul
+from kernels import lora_add_rms_norm
 from kernels.backend import traced_for
 from kernels.compilations import load_kernels
 from kernels.linear import linear
@@ -49,25 +49,19 @@ ADAPTERS = "1,8,32"
 class Form:
     norm_rows: int  # up to so many rows the norm adds the delta in one launch
     branch_rows: int  # up to so many rows the shrink runs beside the product
-    parts: int  # of a tile of eight rows, each with a program of SiLU
 
 
 FORMS = {
-    "apart": Form(8, 0, 1),
-    "norm": Form(256, 0, 1),
-    "branch": Form(256, 256, 1),
-    "parts": Form(256, 256, 2),
-    "pairs": Form(256, 256, 4),
-    "default": Form(
-        lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS, triton_lora_silu_mul.PARTS
-    ),
+    "apart": Form(8, 0),
+    "norm": Form(256, 0),
+    "branch": Form(256, 256),
+    "default": Form(lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS),
 }
 
 
 def use(form: Form) -> None:
     lora_add_rms_norm.MAX_ROWS = form.norm_rows
     linear_module.MAX_BRANCH_ROWS = form.branch_rows
-    triton_lora_silu_mul.PARTS = form.parts
 
 
 def normal(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -74,7 +74,8 @@ def open_engine(
     """Loads the model (minutes for a large model). The caller starts the engine."""
     runner = _apart(lambda: ModelRunner(config))
     try:
-        return _engine_of(config, runner, reader_of(runner))
+        # A reader zeroes its first buffer, with OpenMP workers.
+        return _engine_of(config, runner, _apart(lambda: reader_of(runner)))
     except BaseException:
         runner.close()
         raise

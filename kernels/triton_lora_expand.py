@@ -143,6 +143,58 @@ def _expand_kernel(
         b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
 
 
+@triton.jit
+def _add_to_rows(
+    y_ptr,  # of the first row and the slice's first column
+    sums_ptr,  # likewise, of the bridge
+    heap_ptr,
+    pages_ptr,
+    entries_ptr,
+    b,  # the first page
+    affine,
+    rows,
+    num_pages,
+    first,
+    num_rows,
+    columns,
+    b_columns,
+    width,
+    IS_EVEN: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Adds h B to `rows` rows, ROWS at a time."""
+    offsets = tl.arange(0, ROWS)
+    lanes = tl.arange(0, PAGE)
+    page_stride = num_rows.to(tl.int64) * PAGE
+    if AFFINE:
+        gain, offset = load_affine(heap_ptr, affine, columns, width, y_ptr.dtype.element_ty)
+    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
+        mask = (offsets < rows - start)[:, None]
+        y_at = y_ptr + (start + offsets).to(tl.int64)[:, None] * STRIDE_Y + columns[None, :]
+        y_mask = mask
+        if not IS_EVEN:
+            y_mask = y_mask & (columns < width)[None, :]
+        y = tl.load(y_at, mask=y_mask, other=0.0)
+        h_at = sums_ptr + (start + offsets)[:, None] * PAGE + lanes[None, :]
+        h = tl.load(h_at, mask=mask, other=0.0)
+        delta = page_dot(h, b, tl.zeros([ROWS, COLUMNS], dtype=tl.float32), y.dtype, UPCAST)
+        for i in range(1, num_pages):
+            more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
+            more_b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
+            h = tl.load(h_at + i * page_stride, mask=mask & (more != 0), other=0.0)
+            delta = page_dot(h, more_b, delta, y.dtype, UPCAST)
+        wide = y.to(tl.float32)
+        if AFFINE:
+            wide += wide * gain[None, :] + offset[None, :]
+        tl.store(y_at, (wide + delta).to(y.dtype), mask=y_mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _expand_large_kernel(
     y_ptr,
@@ -160,7 +212,6 @@ def _expand_large_kernel(
     AFFINE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_SINGLE: tl.constexpr,  # no adapter has more than a page
     STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -182,37 +233,21 @@ def _expand_large_kernel(
     if entry == 0:
         return
     affine = find_affine(entries_ptr, page, True, STRIDE, AFFINE)
-    offsets = tl.arange(0, ROWS)
-    lanes = tl.arange(0, PAGE)
-    page_stride = num_rows.to(tl.int64) * PAGE
-    if IS_SINGLE:
-        b = widen(load_strip(heap_ptr, entry, b_columns, width, IS_EVEN), y_ptr.dtype.element_ty)
-    if AFFINE:
-        gain, offset = load_affine(heap_ptr, affine, columns, width, y_ptr.dtype.element_ty)
-    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
-        mask = (offsets < rows - start)[:, None]
-        y_rows = (row + start + offsets).to(tl.int64)[:, None] * STRIDE_Y
-        y_at = y_ptr + y_rows + (begin + columns)[None, :]
-        y_mask = mask
-        if not IS_EVEN:
-            y_mask = y_mask & (columns < width)[None, :]
-        y = tl.load(y_at, mask=y_mask, other=0.0)
-        h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
-        h_at += part * rank_pages * page_stride
-        delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        if IS_SINGLE:
-            h = tl.load(h_at, mask=mask, other=0.0)
-            delta = page_dot(h, b, delta, y.dtype, UPCAST)
-        else:
-            for i in range(num_pages):
-                more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
-                b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
-                h = tl.load(h_at + i * page_stride, mask=mask & (more != 0), other=0.0)
-                delta = page_dot(h, b, delta, y.dtype, UPCAST)
-        wide = y.to(tl.float32)
-        if AFFINE:
-            wide += wide * gain[None, :] + offset[None, :]
-        tl.store(y_at, (wide + delta).to(y.dtype), mask=y_mask)
+    b = widen(load_strip(heap_ptr, entry, b_columns, width, IS_EVEN), y_ptr.dtype.element_ty)
+    y_ptr += row.to(tl.int64) * STRIDE_Y + begin
+    sums_ptr += (at_bridge + part * rank_pages * num_rows.to(tl.int64)) * PAGE
+    if num_pages <= 1:  # in a loop of its own, whose loads run ahead
+        _add_to_rows(
+            y_ptr, sums_ptr, heap_ptr, pages_ptr, entries_ptr, b, affine, rows, 1, first, num_rows,
+            columns, b_columns, width, IS_EVEN, STRIDE_Y, STRIDE, AFFINE, ROWS, STAGES, COLUMNS,
+            UPCAST,
+        )  # fmt: skip
+    else:
+        _add_to_rows(
+            y_ptr, sums_ptr, heap_ptr, pages_ptr, entries_ptr, b, affine, rows, num_pages, first,
+            num_rows, columns, b_columns, width, IS_EVEN, STRIDE_Y, STRIDE, AFFINE, ROWS, 1,
+            COLUMNS, UPCAST,
+        )  # fmt: skip
 
 
 _launch = Launcher(_expand_kernel, launch_pdl=OVERLAPS)
@@ -248,7 +283,6 @@ def expand_(y: torch.Tensor, bridge: Bridge, site: SiteRows, plan: LoraPlan) -> 
 def _expand_large_(
     y: torch.Tensor, sums: torch.Tensor, site: SiteRows, sizes: tuple[int, ...], plan: LoraPlan
 ) -> None:
-    is_single = plan.max_rank_pages <= 1
     blocks = sum(-(-size // LARGE_COLUMNS) for size in sizes)
     _launch_large(
         (blocks, plan.max_large, 1),
@@ -261,8 +295,7 @@ def _expand_large_(
             site.affine,
             LARGE_ROWS,
             LARGE_PART,
-            is_single,
-            LARGE_STAGES if is_single else 1,
+            LARGE_STAGES,
             LARGE_COLUMNS,
             IS_INTERPRETED,
             OVERLAPS,

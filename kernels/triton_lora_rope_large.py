@@ -47,13 +47,12 @@ def _find_delta(
     the program have in common; further pages' are loaded from `h_at` with each B."""
     delta_low = tl.zeros([ROWS, LANES], dtype=tl.float32)
     delta_high = tl.zeros([ROWS, LANES], dtype=tl.float32)
-    if IS_SINGLE:
-        low_b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
-        high_b = load_strip(heap_ptr, entry, b_columns + b_gap, width, IS_EVEN)
-        delta_low = page_dot(h, low_b, delta_low, TYPE, not EXACT)
-        delta_high = page_dot(h, high_b, delta_high, TYPE, not EXACT)
-    else:
-        for i in range(num_pages):
+    low_b = load_strip(heap_ptr, entry, b_columns, width, IS_EVEN)
+    high_b = load_strip(heap_ptr, entry, b_columns + b_gap, width, IS_EVEN)
+    delta_low = page_dot(h, low_b, delta_low, TYPE, not EXACT)
+    delta_high = page_dot(h, high_b, delta_high, TYPE, not EXACT)
+    if not IS_SINGLE:
+        for i in range(1, num_pages):
             more = find_strip(entries_ptr, tl.load(pages_ptr + first + i), True, STRIDE)
             low_b = load_strip(heap_ptr, more, b_columns, width, IS_EVEN)
             high_b = load_strip(heap_ptr, more, b_columns + b_gap, width, IS_EVEN)

@@ -141,6 +141,78 @@ def _lora_silu_mul_kernel(
         up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
 
 
+@triton.jit
+def _add_to_rows(
+    x_ptr,  # of the first row
+    sums_ptr,
+    heap_ptr,
+    out_ptr,
+    pages_ptr,
+    entries_ptr,
+    gate_b,  # the first pages
+    up_b,
+    gate_entry,
+    up_entry,
+    gate_affine,
+    up_affine,
+    rows,
+    num_pages,
+    first,
+    at_bridge,
+    num_rows,
+    rank_pages,
+    columns,
+    b_columns,
+    WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AFFINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Stores the activation of `rows` rows, ROWS at a time."""
+    IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
+    offsets = tl.arange(0, ROWS)
+    lanes = tl.arange(0, PAGE)
+    page_stride = num_rows.to(tl.int64) * PAGE
+    adds_gate = gate_entry != 0
+    adds_up = up_entry != 0
+    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
+        token = (start + offsets).to(tl.int64)[:, None]
+        live = (offsets < rows - start)[:, None]
+        mask = live
+        if not IS_EVEN:
+            mask = mask & (columns < WIDTH)[None, :]
+        x_at = x_ptr + token * STRIDE_X + columns[None, :]
+        gate = tl.load(x_at, mask=mask, other=0.0)
+        up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
+        h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
+        gate_h = tl.load(h_at, mask=live & adds_gate, other=0.0)
+        up_h = tl.load(h_at + rank_pages * page_stride, mask=live & adds_up, other=0.0)
+        zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        gate_delta = page_dot(gate_h, gate_b, zeros, gate.dtype, not EXACT)
+        up_delta = page_dot(up_h, up_b, zeros, up.dtype, not EXACT)
+        for i in range(1, num_pages):
+            page = tl.load(pages_ptr + first + i)
+            more_gate = find_strip(entries_ptr, page, True, STRIDE)
+            more_up = find_strip(entries_ptr + 1, page, True, STRIDE)
+            more_gate_b = load_strip(heap_ptr, more_gate, b_columns, WIDTH, IS_EVEN)
+            more_up_b = load_strip(heap_ptr, more_up, b_columns, WIDTH, IS_EVEN)
+            more_at = h_at + i * page_stride
+            gate_h = tl.load(more_at, mask=live & (more_gate != 0), other=0.0)
+            more_at += rank_pages * page_stride
+            up_h = tl.load(more_at, mask=live & (more_up != 0), other=0.0)
+            gate_delta = page_dot(gate_h, more_gate_b, gate_delta, gate.dtype, not EXACT)
+            up_delta = page_dot(up_h, more_up_b, up_delta, up.dtype, not EXACT)
+        gate = add_delta(gate, gate_delta, adds_gate, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
+        up = add_delta(up, up_delta, adds_up, heap_ptr, up_affine, columns, WIDTH, AFFINE)
+        out_at = out_ptr + token * WIDTH + columns[None, :]
+        tl.store(out_at, gated(gate, up, GELU, EXACT), mask=mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["header_ptr", "tiles_ptr", "pages_ptr", "entries_ptr"])
 def _lora_silu_mul_large_kernel(
     x_ptr,
@@ -157,7 +229,6 @@ def _lora_silu_mul_large_kernel(
     AFFINE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_SINGLE: tl.constexpr,  # no adapter has more than a page
     STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GELU: tl.constexpr,
@@ -176,57 +247,29 @@ def _lora_silu_mul_large_kernel(
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, True, TILE_ROWS, 1)
     if tile >= count:
         return
-    offsets = tl.arange(0, ROWS)
-    page_stride = num_rows.to(tl.int64) * PAGE
-    lanes = tl.arange(0, PAGE)
     gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
     up_entry = find_strip(entries_ptr + 1, page, num_pages > 0, STRIDE)
     gate_affine = find_affine(entries_ptr, page, num_pages > 0, STRIDE, AFFINE)
     up_affine = find_affine(entries_ptr + 1, page, num_pages > 0, STRIDE, AFFINE)
-    adds_gate = gate_entry != 0
-    adds_up = up_entry != 0
-    if IS_SINGLE:
-        gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
-        up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
-        gate_b = widen(gate_b, x_ptr.dtype.element_ty)
-        up_b = widen(up_b, x_ptr.dtype.element_ty)
-    for start in tl.range(0, rows, ROWS, num_stages=STAGES):
-        token = (row + start + offsets).to(tl.int64)[:, None]
-        live = (offsets < rows - start)[:, None]
-        mask = live
-        if not IS_EVEN:
-            mask = mask & (columns < WIDTH)[None, :]
-        x_at = x_ptr + token * STRIDE_X + columns[None, :]
-        gate = tl.load(x_at, mask=mask, other=0.0)
-        up = tl.load(x_at + WIDTH, mask=mask, other=0.0)
-        owns_gate = live & adds_gate
-        owns_up = live & adds_up
-        h_at = sums_ptr + (at_bridge + start + offsets)[:, None] * PAGE + lanes[None, :]
-        gate_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        up_delta = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        if IS_SINGLE:
-            gate_h = tl.load(h_at, mask=owns_gate, other=0.0)
-            up_h = tl.load(h_at + page_stride, mask=owns_up, other=0.0)
-            gate_delta = page_dot(gate_h, gate_b, gate_delta, gate.dtype, not EXACT)
-            up_delta = page_dot(up_h, up_b, up_delta, up.dtype, not EXACT)
-        else:
-            for i in range(num_pages):
-                page = tl.load(pages_ptr + first + i)
-                more_gate = find_strip(entries_ptr, page, True, STRIDE)
-                more_up = find_strip(entries_ptr + 1, page, True, STRIDE)
-                gate_b = load_strip(heap_ptr, more_gate, b_columns, WIDTH, IS_EVEN)
-                up_b = load_strip(heap_ptr, more_up, b_columns, WIDTH, IS_EVEN)
-                gate_h = tl.load(
-                    h_at + i * page_stride, mask=owns_gate & (more_gate != 0), other=0.0
-                )
-                up_at = h_at + (rank_pages + i) * page_stride
-                up_h = tl.load(up_at, mask=owns_up & (more_up != 0), other=0.0)
-                gate_delta = page_dot(gate_h, gate_b, gate_delta, gate.dtype, not EXACT)
-                up_delta = page_dot(up_h, up_b, up_delta, up.dtype, not EXACT)
-        gate = add_delta(gate, gate_delta, adds_gate, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
-        up = add_delta(up, up_delta, adds_up, heap_ptr, up_affine, columns, WIDTH, AFFINE)
-        out_at = out_ptr + token * WIDTH + columns[None, :]
-        tl.store(out_at, gated(gate, up, GELU, EXACT), mask=mask)
+    gate_b = widen(
+        load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN), x_ptr.dtype.element_ty
+    )
+    up_b = widen(load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN), x_ptr.dtype.element_ty)
+    x_ptr += row.to(tl.int64) * STRIDE_X
+    out_ptr += row.to(tl.int64) * WIDTH
+    if num_pages <= 1:  # in a loop of its own, whose loads run ahead
+        _add_to_rows(
+            x_ptr, sums_ptr, heap_ptr, out_ptr, pages_ptr, entries_ptr, gate_b, up_b, gate_entry,
+            up_entry, gate_affine, up_affine, rows, 1, first, at_bridge, num_rows, rank_pages,
+            columns, b_columns, WIDTH, STRIDE_X, STRIDE, AFFINE, ROWS, STAGES, COLUMNS, GELU, EXACT,
+        )  # fmt: skip
+    else:
+        _add_to_rows(
+            x_ptr, sums_ptr, heap_ptr, out_ptr, pages_ptr, entries_ptr, gate_b, up_b, gate_entry,
+            up_entry, gate_affine, up_affine, rows, num_pages, first, at_bridge, num_rows,
+            rank_pages, columns, b_columns, WIDTH, STRIDE_X, STRIDE, AFFINE, ROWS, 1, COLUMNS,
+            GELU, EXACT,
+        )  # fmt: skip
 
 
 _launch = Launcher(_lora_silu_mul_kernel, launch_pdl=OVERLAPS)
@@ -264,7 +307,6 @@ def launch_lora_silu_mul(
             NUM_WARPS,
         )
     if plan.max_large:
-        is_single = plan.max_rank_pages <= 1
         sums = bridge.planes if bridge.sums is None else bridge.sums
         _launch_large(
             (-(-width // LARGE_COLUMNS), plan.max_large, 1),
@@ -277,8 +319,7 @@ def launch_lora_silu_mul(
                 site.affine,
                 LARGE_ROWS,
                 LARGE_PART,
-                is_single,
-                LARGE_STAGES if is_single else 1,
+                LARGE_STAGES,
                 LARGE_COLUMNS,
                 is_gelu,
                 not IS_INTERPRETED,

@@ -39,7 +39,7 @@ def assert_gated_agree(case: LoraCase, fused: torch.Tensor, apart: torch.Tensor)
     assert torch.equal(fused[gate & up], apart[gate & up])
     unit = torch.finfo(apart.dtype).eps
     torch.testing.assert_close(fused, apart, rtol=16 * unit, atol=16 * unit)
-    assert float((fused != apart).float().mean()) < 1e-3
+    assert float((fused != apart).float().mean()) < 5e-3
 
 
 def rope_both_ways(

@@ -282,7 +282,7 @@ def launch_lora_silu_mul(
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty((gate_up.shape[0], width))
-    if plan.max_small and _shares_units(gate_up, site):
+    if plan.max_small and shares_units(gate_up, site):
         from kernels.gluon_lora_silu_mul import launch_silu_mul_units
 
         launch_silu_mul_units(out, gate_up, bridge, site, plan, is_gelu)
@@ -330,7 +330,7 @@ def launch_lora_silu_mul(
     return out
 
 
-def _shares_units(gate_up: torch.Tensor, site: SiteRows) -> bool:
+def shares_units(gate_up: torch.Tensor, site: SiteRows) -> bool:
     """Returns True where small tiles have the kernel in Gluon. A copy is of eight numbers."""
     is_half = gate_up.dtype in HALF_TYPES and site.heap.dtype == gate_up.dtype
     return is_half and is_hopper(gate_up) and site.sizes[0] % 8 == 0

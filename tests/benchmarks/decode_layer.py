@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kernels import linear as linear_module
-from kernels import lora_add_rms_norm
+from kernels import lora_add_rms_norm, triton_lora_silu_mul
 from kernels.backend import traced_for
 from kernels.compilations import load_kernels
 from kernels.linear import linear
@@ -43,18 +43,21 @@ POOL_PAGES = 1024
 MAX_RANK_PAGES = 4
 TOKENS = "16,32,64,128,256"
 ADAPTERS = "1,8,32"
+_SHARES_UNITS = triton_lora_silu_mul.shares_units
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     norm_rows: int  # up to so many rows the norm adds the delta in one launch
     branch_rows: int  # up to so many rows the shrink runs beside the product
+    has_units: bool = True  # SiLU keeps pages of B in shared memory, not in registers
 
 
 FORMS = {
     "apart": Form(8, 0),
     "norm": Form(256, 0),
     "branch": Form(256, 256),
+    "registers": Form(lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS, has_units=False),
     "default": Form(lora_add_rms_norm.MAX_ROWS, linear_module.MAX_BRANCH_ROWS),
 }
 
@@ -62,6 +65,7 @@ FORMS = {
 def use(form: Form) -> None:
     lora_add_rms_norm.MAX_ROWS = form.norm_rows
     linear_module.MAX_BRANCH_ROWS = form.branch_rows
+    triton_lora_silu_mul.shares_units = _SHARES_UNITS if form.has_units else lambda *_: False
 
 
 def normal(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -1,13 +1,16 @@
 """The time that adapters add to a prefill: a Llama-3-8B layer without its attention, in CUDA
 graphs that are replayed in turn, so that the clock favours none.
 
-A case is `tokens x adapters`, of rank 16 on all linear layers, with equal runs of rows. A line per
+A case is `tokens x adapters`, of rank 16 on all linear layers, with equal runs of rows, or several
+of them with a plus sign: 256x32+768x3 is a step of 32 adapters that decode and three prompts. With
+`--graph` its plan is that of a piece graph, which has room for adapters of any rank. A line per
 case gives microseconds a layer: `base`, `now`, `before` with the kernels of another folder, and of
 each the parts by kernel, as far as the device waited for them. Then, at one case, `now` with other
 constants of one kernel's module each: `over_us` is what such a layer takes beyond `now`.
 
     git archive REVISION kernels | tar -x -C FOLDER
-    python -m tests.benchmarks.lora_prefill [--cases 4096x1,...] [--before FOLDER] [--out FILE]
+    python -m tests.benchmarks.lora_prefill [--cases 4096x1,...] [--graph] [--before FOLDER]
+        [--out FILE]
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.linear import linear
+from kernels.lora_plan import LoraPlan, lora_plan_size, write_lora_plan
 from kernels.rope_write import RopeWrite
 from tests.benchmarks.gpu_trace import GpuTrace, break_down, warm_up_profiler
 from tests.benchmarks.lora_sites import (
@@ -38,7 +43,6 @@ from tests.benchmarks.lora_sites import (
     base_layer,
     constants,
     make_layer,
-    make_plan,
     make_rows,
     on_meta,
 )
@@ -52,6 +56,7 @@ TUNED_CASE = "4096x1"
 NUM_LAYERS = 2  # 0.9 GB of weights: none stays in the L2 cache
 REPLAYS = 15
 TRACED = 5
+POOL_PAGES = 1024
 
 _SHRINK = "kernels.triton_lora_shrink"
 _SILU = "kernels.triton_lora_silu_mul"
@@ -192,9 +197,31 @@ def compile_ahead(layers: Sequence[Layer], rows: Rows) -> None:
         compile_all(missing, capability, cache, lambda: None, os.cpu_count() or 1)
 
 
-def measure(case: str, before: Path | None, modules: Modules, report: Report) -> None:
-    num_tokens, adapters = map(int, case.split("x"))
-    plan, num_pages = make_plan(num_tokens, [16] * max(1, adapters), decode=False)
+def make_plan(case: str, *, graph: bool) -> tuple[LoraPlan, int]:
+    """Returns the plan of a case, and the number of adapters."""
+    runs: list[tuple[list[int], int]] = []
+    for part in case.split("+"):
+        tokens, adapters = map(int, part.split("x"))
+        first = len(runs)
+        for i in range(max(1, adapters)):
+            share = tokens // max(1, adapters) + (i < tokens % max(1, adapters))
+            runs.append(([first + i], share))
+    num_tokens = sum(rows for _, rows in runs)
+    buffer = np.zeros(lora_plan_size(num_tokens, POOL_PAGES), dtype=np.int32)
+    counts = write_lora_plan(buffer, runs, num_tokens, POOL_PAGES)
+    device = torch.from_numpy(buffer).cuda()
+    if graph:
+        plan = LoraPlan.for_graph(device, num_tokens, num_tokens, POOL_PAGES, large=True)
+    else:
+        plan = LoraPlan.for_step(device, counts, num_tokens, POOL_PAGES)
+    return plan, len(runs)
+
+
+def measure(
+    case: str, before: Path | None, modules: Modules, report: Report, *, graph: bool
+) -> None:
+    plan, num_pages = make_plan(case, graph=graph)
+    num_tokens, adapters = plan.num_tokens, int(case.split("x")[1].split("+")[0])
     rows, layers = (
         make_rows(num_tokens, plan),
         [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)],
@@ -213,17 +240,17 @@ def measure(case: str, before: Path | None, modules: Modules, report: Report) ->
     report.emit(
         part="prefill_layer",
         case=case,
+        graph=graph,
         us={variant.name: round(variant.us, 1) for variant in variants},
         percent={one.name: round(100 * (one.us / first - 1), 2) for one in variants[1:]},
         parts_us={variant.name: parts_us(variant) for variant in variants},
     )
 
 
-def tune(case: str, report: Report) -> None:
-    num_tokens, adapters = map(int, case.split("x"))
-    plan, num_pages = make_plan(num_tokens, [16] * adapters, decode=False)
-    rows = make_rows(num_tokens, plan)
-    layers = [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)]
+def tune(case: str, report: Report, *, graph: bool) -> None:
+    plan, num_pages = make_plan(case, graph=graph)
+    rows = make_rows(plan.num_tokens, plan)
+    layers = [make_layer(plan.num_tokens, num_pages) for _ in range(NUM_LAYERS)]
     memory = torch.cuda.graph_pool_handle()
     steps = [partial(lora_layer, layer, rows) for layer in layers]
     compile_ahead(layers, rows)
@@ -236,6 +263,7 @@ def tune(case: str, report: Report) -> None:
     report.emit(
         part="prefill_candidates",
         case=case,
+        graph=graph,
         now_us=round(now, 1),
         over_us={variant.name: round(variant.us - now, 1) for variant in variants[1:]},
         parts_us={variant.name: parts_us(variant) for variant in variants},
@@ -244,8 +272,9 @@ def tune(case: str, report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default=",".join(CASES), help="tokens x adapters")
+    parser.add_argument("--cases", default=",".join(CASES), help="tokens x adapters, or a sum")
     parser.add_argument("--tuned", default=TUNED_CASE, help="the candidates' case; empty: none")
+    parser.add_argument("--graph", action="store_true", help="the plan of a piece graph")
     parser.add_argument("--before", type=Path, help="a folder with another `kernels`")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -253,11 +282,11 @@ def main() -> None:
     report.emit_machine("lora_prefill")
     warm_up_profiler()
     if options.tuned:
-        tune(options.tuned, report)
+        tune(options.tuned, report, graph=options.graph)
     modules: Modules = {}
     for case in options.cases.split(","):
         torch.cuda.empty_cache()
-        measure(case, options.before, modules, report)
+        measure(case, options.before, modules, report, graph=options.graph)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,10 @@ async def wait_for_steps(timeline: Timeline, count: int) -> None:
     await _until(timeline, lambda: len(timeline.steps_s) >= goal)
 
 
+async def wait_for_first_tokens(timeline: Timeline) -> None:
+    await _until(timeline, lambda: len(timeline.times_s) >= timeline.wanted)
+
+
 async def _until(timeline: Timeline, condition: Callable[[], bool]) -> None:
     deadline_s = time.perf_counter() + STUCK_S
     while not condition():

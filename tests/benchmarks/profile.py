@@ -26,7 +26,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from tests.benchmarks.arrival import wait_for_steps
+from tests.benchmarks.arrival import wait_for_first_tokens, wait_for_steps
 from tests.benchmarks.cases import Case
 from tests.benchmarks.gpu_trace import (
     CLASSES,
@@ -84,6 +84,7 @@ async def _watch_decode(ours: OurEngine, case: Case) -> Breakdown:
     trace = GpuTrace()
     with ours.watch(len(requests)) as timeline:
         await asyncio.gather(*(ours.engine.submit(request) for request in requests))
+        await wait_for_first_tokens(timeline)  # prompts are cut into many steps
         await wait_for_steps(timeline, 20)
         trace.start()
         before = len(timeline.steps_s)

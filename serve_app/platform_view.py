@@ -154,7 +154,11 @@ class BaseLine:
     draining_replicas: int = 0
     min_replicas: int = 0
     max_replicas: int = 0
-    kv_cache_dtype: str = ""  # as configured
+    # As configured; empty and 0 where the setting is refused.
+    kv_cache_dtype: str = ""
+    quantization: str = ""
+    lora_dtype: str = ""
+    tensor_parallel_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

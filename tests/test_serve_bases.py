@@ -133,8 +133,10 @@ def test_a_base_comes_and_goes_while_another_streams(
     ):
         seed = ("--engine", "seed=200", "--engine", "kv_cache_dtype=fp8")
         assert "is running" in commands("add", SECOND, *seed, "--idle-timeout", "600", "--wait")
-        types = {name: (line(admin, name) or {})["kv_cache_dtype"] for name in (RIG_BASE, SECOND)}
-        assert types == {RIG_BASE: "auto", SECOND: "fp8"}
+        lines = [line(admin, name) or {} for name in (RIG_BASE, SECOND)]
+        assert [found["kv_cache_dtype"] for found in lines] == ["auto", "fp8"]
+        settings = ("quantization", "lora_dtype", "tensor_parallel_size")
+        assert [lines[0][setting] for setting in settings] == ["none", "auto", 1]
         assert other.get("/ready").status_code == 200
         assert ask(other, SECOND).status_code == 200
         found = line(admin, SECOND)

@@ -318,6 +318,7 @@ class Fleet:
         # The settings of a base that leaves, or that an earlier manager started, are not shown.
         model = None if spec is None or state == "draining" else spec.model
         least, most = (0, 0) if model is None else _replica_range(model)
+        engine = None if model is None else model.engine
         return BaseLine(
             name=base.name,
             version=base.version,
@@ -335,7 +336,10 @@ class Fleet:
             draining_replicas=counts.draining,
             min_replicas=least,
             max_replicas=most,
-            kv_cache_dtype="" if model is None else model.engine.kv_cache_dtype,
+            kv_cache_dtype="" if engine is None else engine.kv_cache_dtype,
+            quantization="" if engine is None else engine.quantization,
+            lora_dtype="" if engine is None else engine.lora_dtype,
+            tensor_parallel_size=0 if engine is None else engine.tensor_parallel_size,
         )
 
 

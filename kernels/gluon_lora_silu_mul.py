@@ -28,7 +28,8 @@ from kernels.triton_silu_mul import gated
 
 COLUMNS = 64
 # Registers of a thread: three programs then fit a scheduler, twelve a multiprocessor. Two with 255
-# are as fast, and any more that wait for room cost a second wave: 19 us for 14 (32 x 32).
+# are as fast. Programs that wait for room are a second wave: with 128 columns, of which 1,320 fit,
+# 32 rows of 32 adapters take 16.7 us alone, and 21.6 in 1,584 programs.
 MAX_REGISTERS = 168
 NUM_PROGRAMS = 1584  # twelve per multiprocessor of an H200
 _ROWS = gl.constexpr(SMALL_ROWS)

@@ -1,8 +1,9 @@
 """The Triton kernels of `lora_silu_mul`: a program processes columns of gate and those of up.
 
-Small tiles of adapters in 16 bits have a kernel of their own on Hopper, gluon_lora_silu_mul.
 The sums are rounded to the activations' type before the activation, and the expands are the same
-code as `lora_expand_`'s: the bits are those of the two ops apart.
+code as `lora_expand_`'s: the bits are those of the two ops apart. Small tiles of adapters in 16
+bits have a kernel of their own on Hopper, gluon_lora_silu_mul, whose sums may be rounded the other
+way.
 """
 
 from __future__ import annotations

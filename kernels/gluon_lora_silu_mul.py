@@ -277,8 +277,11 @@ def _lora_silu_mul_units_kernel(
     num_rows = gl.load(header_ptr + 3)
     rank_pages = gl.load(header_ptr + 5)
     blocks = 2 * rank_pages
-    unit = gl.program_id(0) * num_units // gl.num_programs(0)
-    end = (gl.program_id(0) + 1) * num_units // gl.num_programs(0)
+    # No product of the two counts: it exceeds 2^31 from 3,027 tiles of 28,672 columns on.
+    share = num_units // gl.num_programs(0)
+    longer = num_units % gl.num_programs(0)  # programs with one unit more
+    unit = gl.program_id(0) * share + gl.minimum(gl.program_id(0), longer)
+    end = unit + share + (gl.program_id(0) < longer)
     _request_unit(
         b_smem, 0, unit, end, tiles_ptr, entries_ptr, heap_ptr, WIDTH, STRIDE, BLOCKS, COLUMNS
     )

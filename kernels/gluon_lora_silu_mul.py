@@ -1,11 +1,12 @@
 """The kernel of `lora_silu_mul` for small tiles on Hopper, in Gluon: B waits in shared memory.
 
 A unit of work is 64 columns of gate and up of a tile. Programs of one warp, as many as run at once,
-share out the units in order; each has the pages of B of its next unit in flight as asynchronous
-copies, the first before it waits for the preceding kernel. They take no registers: in registers the
-pages filled these, and a second wave of programs began only when one of the first had ended. The
-sums are products on tensor cores. They then change from the layout of an mma to one in which a row
-is in registers of its own, and the activation is computed for as many rows as the tile has.
+each process a stretch of the units, and have the pages of B of the next unit in flight as
+asynchronous copies, those of the first unit before they wait for the preceding kernel. The copies
+take no registers: held in registers, the pages filled the register file, and a second wave of
+programs began only when the first had ended. The sums are products on tensor cores. They then
+change from the layout of an mma to one in which a row is in registers of its own, and the
+activation is computed for as many rows as the tile has.
 
 Microseconds of a layer of Llama 3 8B without attention, beside the Triton kernel's form (H200,
 2026-11-27; rows x adapters): 32 x 1 147 and 153, 32 x 32 166 and 170, 64 x 32 171 and 174, 128 x 32
@@ -81,7 +82,7 @@ def _request_unit(
     b_smem, stage, unit, end, tiles_ptr, entries_ptr, heap_ptr, WIDTH: gl.constexpr,
     STRIDE: gl.constexpr, BLOCKS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Begins to copy the first pages of a unit, nothing beyond the `end`, as one group."""
+    """Begins to copy the first pages of a unit as one group; zeros if it is not before `end`."""
     tile = unit // BLOCKS
     _row, _rows, num_pages, _first, page, _at = read_tile(tiles_ptr, tile, unit < end, _ROWS, 1)
     gate_entry = find_strip(entries_ptr, page, num_pages > 0, STRIDE)
@@ -281,7 +282,7 @@ def _lora_silu_mul_units_kernel(
     share = num_units // gl.num_programs(0)
     longer = num_units % gl.num_programs(0)  # programs with one unit more
     unit = gl.program_id(0) * share + gl.minimum(gl.program_id(0), longer)
-    end = unit + share + (gl.program_id(0) < longer)
+    end = unit + share + (gl.program_id(0) < longer).to(gl.int32)
     _request_unit(
         b_smem, 0, unit, end, tiles_ptr, entries_ptr, heap_ptr, WIDTH, STRIDE, BLOCKS, COLUMNS
     )

@@ -2,7 +2,7 @@
 
 Small tiles: one warp processes 256 columns of a tile, keeps a page of B in registers and walks the
 rows two by two; with so few rows tensor cores would mostly multiply padding (64 tokens of 32
-adapters, gate and up: 30 us against 13). Large tiles: 32 rows per program on tensor cores. A row's
+adapters, gate and up: 30 us against 13). Large tiles: 16 rows at a time on tensor cores. A row's
 bits depend on its adapter and on its kind of tile, not on its neighbours.
 """
 
@@ -236,7 +236,7 @@ def _expand_large_kernel(
     b = widen(load_strip(heap_ptr, entry, b_columns, width, IS_EVEN), y_ptr.dtype.element_ty)
     y_ptr += row.to(tl.int64) * STRIDE_Y + begin
     sums_ptr += (at_bridge + part * rank_pages * num_rows.to(tl.int64)) * PAGE
-    if num_pages <= 1:  # in a loop of its own, whose loads run ahead
+    if num_pages <= 1:  # a constant, without which no load of the loop over rows runs ahead
         _add_to_rows(
             y_ptr, sums_ptr, heap_ptr, pages_ptr, entries_ptr, b, affine, rows, 1, first, num_rows,
             columns, b_columns, width, IS_EVEN, STRIDE_Y, STRIDE, AFFINE, ROWS, STAGES, COLUMNS,

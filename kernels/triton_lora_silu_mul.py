@@ -1,9 +1,8 @@
 """The Triton kernels of `lora_silu_mul`: a program processes columns of gate and those of up.
 
-The sums are rounded to the activations' type before the activation, and the expands are the same
-code as `lora_expand_`'s: the bits are those of the two ops apart. Small tiles of adapters in 16
-bits have a kernel of their own on Hopper, gluon_lora_silu_mul, whose sums may be rounded the other
-way.
+Small tiles of adapters in 16 bits have a kernel of their own on Hopper, gluon_lora_silu_mul, whose
+sums may be rounded the other way. Otherwise the sums are computed as in `lora_expand_` and rounded
+to the activations' type before the activation: the bits are those of the two ops apart.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def _lora_silu_mul_kernel(
 
 
 @triton.jit
-def _add_to_rows(
+def _activate_rows(
     x_ptr,  # of the first row
     sums_ptr,
     heap_ptr,
@@ -258,14 +257,14 @@ def _lora_silu_mul_large_kernel(
     up_b = widen(load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN), x_ptr.dtype.element_ty)
     x_ptr += row.to(tl.int64) * STRIDE_X
     out_ptr += row.to(tl.int64) * WIDTH
-    if num_pages <= 1:  # in a loop of its own, whose loads run ahead
-        _add_to_rows(
+    if num_pages <= 1:  # a constant, without which no load of the loop over rows runs ahead
+        _activate_rows(
             x_ptr, sums_ptr, heap_ptr, out_ptr, pages_ptr, entries_ptr, gate_b, up_b, gate_entry,
             up_entry, gate_affine, up_affine, rows, 1, first, at_bridge, num_rows, rank_pages,
             columns, b_columns, WIDTH, STRIDE_X, STRIDE, AFFINE, ROWS, STAGES, COLUMNS, GELU, EXACT,
         )  # fmt: skip
     else:
-        _add_to_rows(
+        _activate_rows(
             x_ptr, sums_ptr, heap_ptr, out_ptr, pages_ptr, entries_ptr, gate_b, up_b, gate_entry,
             up_entry, gate_affine, up_affine, rows, num_pages, first, at_bridge, num_rows,
             rank_pages, columns, b_columns, WIDTH, STRIDE_X, STRIDE, AFFINE, ROWS, 1, COLUMNS,
@@ -332,6 +331,7 @@ def launch_lora_silu_mul(
 
 
 def shares_units(gate_up: torch.Tensor, site: SiteRows) -> bool:
-    """Returns True where small tiles have the kernel in Gluon. A copy is of eight numbers."""
-    is_half = gate_up.dtype in HALF_TYPES and site.heap.dtype == gate_up.dtype
+    """Returns True where small tiles have the kernel in Gluon. A row of B must be a multiple of 16
+    bytes, which a copy has."""
+    is_half = gate_up.dtype in HALF_TYPES and not site.is_int8
     return is_half and is_hopper(gate_up) and site.sizes[0] % 8 == 0

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_launch import Launcher, start_dependents, wait_for_inputs
-from kernels.triton_lora_tiles import PAGE, affine_at, find_strip, read_tile, strip_at
+from kernels.triton_lora_tiles import PAGE, add_delta, find_strip, read_tile, strip_at
 from kernels.triton_silu_mul import gated
 
 COLUMNS = 64
@@ -137,25 +137,6 @@ def _first_rows(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_delta(
-    y, delta, is_added, heap_ptr, affine, first_column, WIDTH: gl.constexpr, AFFINE: gl.constexpr,
-    COLUMNS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Adds the delta [rows, COLUMNS] to y, after the affine rows of the entry `affine`, rounded
-    once. A row without a delta keeps its bits, also those of -0."""
-    wide = y.to(gl.float32)
-    if AFFINE:  # noqa: SIM102  this condition is the compiler's
-        if affine != 0:
-            columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-            at, rows = affine_at(heap_ptr, affine, y.dtype)
-            gain = gl.load(at + columns, mask=(columns < WIDTH) & (rows > 0), other=0.0)
-            inside = (columns < WIDTH) & (rows > 1)
-            offset = gl.load(at + WIDTH + columns, mask=inside, other=0.0)
-            wide += wide * gain.to(gl.float32)[None, :] + offset.to(gl.float32)[None, :]
-    return gl.where(is_added, (wide + delta).to(y.dtype), y)
-
-
-@gluon.jit
 def _finish(
     gate, up, gate_delta, up_delta, adds_gate, adds_up, gate_affine, up_affine, heap_ptr, out_at,
     rows, first_column, WIDTH: gl.constexpr, AFFINE: gl.constexpr, ROWS: gl.constexpr,
@@ -167,17 +148,13 @@ def _finish(
     up = gl.convert_layout(up, layout, assert_trivial=True)
     gate_delta = gl.convert_layout(gate_delta, layout, assert_trivial=True)
     up_delta = gl.convert_layout(up_delta, layout, assert_trivial=True)
-    gate = _add_delta(
-        gate, gate_delta, adds_gate, heap_ptr, gate_affine, first_column, WIDTH, AFFINE, COLUMNS,
-        layout,
-    )  # fmt: skip
-    up = _add_delta(
-        up, up_delta, adds_up, heap_ptr, up_affine, first_column, WIDTH, AFFINE, COLUMNS, layout
-    )
     offsets = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    mask = (offsets < rows) & (columns < WIDTH)
-    gl.store(out_at + offsets * WIDTH + columns, gated(gate, up, GELU, True), mask=mask)
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    gate = add_delta(gate, gate_delta, adds_gate, heap_ptr, gate_affine, columns, WIDTH, AFFINE)
+    up = add_delta(up, up_delta, adds_up, heap_ptr, up_affine, columns, WIDTH, AFFINE)
+    mask = (offsets < rows) & (columns < WIDTH)[None, :]
+    out_at += offsets * WIDTH + columns[None, :]
+    gl.store(out_at, gated(gate, up, GELU, True), mask=mask)
 
 
 @gluon.jit

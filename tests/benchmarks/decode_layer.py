@@ -32,7 +32,7 @@ from kernels.compilations import load_kernels
 from kernels.linear import linear
 from kernels.lora_plan import PAGE_ROWS, LoraPlan, lora_plan_size, write_lora_plan
 from kernels.lora_rows import UNIT_BYTES, SiteRows, make_entry
-from tests.benchmarks.lora_sites import HEADS, SITES, Layer, Rows, base_layer, lora_layer
+from tests.benchmarks.lora_sites import HEADS, SITES, Layer, Rows, base_layer, lora_layer, share
 from tests.benchmarks.report import Report, print_table
 
 HIDDEN = 4096
@@ -105,11 +105,8 @@ def make_plan(num_tokens: int, distinct: int, rank: int, device: str) -> LoraPla
     """Rows shared out evenly, in the plan of a graph of decodes."""
     pages = -(-rank // PAGE_ROWS)
     runs = [
-        (
-            list(range(i * pages, (i + 1) * pages)),
-            num_tokens // distinct + (i < num_tokens % distinct),
-        )
-        for i in range(distinct)
+        (list(range(i * pages, (i + 1) * pages)), rows)
+        for i, rows in enumerate(share(num_tokens, distinct))
     ]
     buffer = np.zeros(lora_plan_size(num_tokens, POOL_PAGES, large=False), dtype=np.int32)
     write_lora_plan(buffer, runs, num_tokens, POOL_PAGES, large=False)

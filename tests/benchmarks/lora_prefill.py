@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ from tests.benchmarks.lora_sites import (
     make_layer,
     make_rows,
     on_meta,
+    share,
 )
 from tests.benchmarks.report import Report
 
@@ -197,15 +199,16 @@ def compile_ahead(layers: Sequence[Layer], rows: Rows) -> None:
         compile_all(missing, capability, cache, lambda: None, os.cpu_count() or 1)
 
 
+def parse_case(case: str) -> list[tuple[int, int]]:
+    """Returns the tokens and adapters of each part."""
+    parts = [part.split("x") for part in case.split("+")]
+    return [(int(tokens), int(adapters)) for tokens, adapters in parts]
+
+
 def make_plan(case: str, *, graph: bool) -> tuple[LoraPlan, int]:
-    """Returns the plan of a case, and the number of adapters."""
-    runs: list[tuple[list[int], int]] = []
-    for part in case.split("+"):
-        tokens, adapters = map(int, part.split("x"))
-        first = len(runs)
-        for i in range(max(1, adapters)):
-            share = tokens // max(1, adapters) + (i < tokens % max(1, adapters))
-            runs.append(([first + i], share))
+    """Returns the plan of a case, with an adapter where it has none, and the number of adapters."""
+    shares = [share(tokens, max(1, adapters)) for tokens, adapters in parse_case(case)]
+    runs = [([page], rows) for page, rows in enumerate(chain.from_iterable(shares))]
     num_tokens = sum(rows for _, rows in runs)
     buffer = np.zeros(lora_plan_size(num_tokens, POOL_PAGES), dtype=np.int32)
     counts = write_lora_plan(buffer, runs, num_tokens, POOL_PAGES)
@@ -221,16 +224,15 @@ def measure(
     case: str, before: Path | None, modules: Modules, report: Report, *, graph: bool
 ) -> None:
     plan, num_pages = make_plan(case, graph=graph)
-    num_tokens, adapters = plan.num_tokens, int(case.split("x")[1].split("+")[0])
     rows, layers = (
-        make_rows(num_tokens, plan),
-        [make_layer(num_tokens, num_pages) for _ in range(NUM_LAYERS)],
+        make_rows(plan.num_tokens, plan),
+        [make_layer(plan.num_tokens, num_pages) for _ in range(NUM_LAYERS)],
     )
     memory = torch.cuda.graph_pool_handle()
     lora = [partial(lora_layer, layer, rows) for layer in layers]
     base = [partial(base_layer, layer, rows, linear) for layer in layers]
     variants = [capture("base", base, memory)]
-    if adapters:
+    if any(adapters for _, adapters in parse_case(case)):
         variants.append(capture("now", lora, memory))
         if before is not None:
             with kernels_of(before, modules):

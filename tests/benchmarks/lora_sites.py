@@ -113,7 +113,7 @@ def make_plan(num_tokens: int, ranks: Sequence[int], *, decode: bool) -> tuple[L
     pages_each = [-(-rank // PAGE_ROWS) for rank in ranks]
     num_pages = sum(pages_each)
     pages = iter(torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).tolist())
-    shares = _share(num_tokens, len(ranks))
+    shares = share(num_tokens, len(ranks))
     runs = [([next(pages) for _ in range(n)], m) for n, m in zip(pages_each, shares, strict=True)]
     limit = max(num_pages, 1024)  # of a pool such as one has
     buffer = np.zeros(lora_plan_size(num_tokens, limit, large=not decode), dtype=np.int32)
@@ -143,7 +143,8 @@ def make_calls(
     ]
 
 
-def _share(total: int, parts: int) -> list[int]:
+def share(total: int, parts: int) -> list[int]:
+    """Returns the total in as equal parts as can be."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 

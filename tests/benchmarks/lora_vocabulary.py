@@ -21,7 +21,7 @@ from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import PAGE_ROWS, LoraPlan
 from kernels.lora_shrink_expand import Delta, lora_add_
-from tests.benchmarks.lora_sites import graph_us
+from tests.benchmarks.lora_sites import graph_us, share
 from tests.benchmarks.report import Report
 from tests.lora_vocabulary_cases import VocabularyCase, make_vocabulary_case
 
@@ -30,7 +30,7 @@ CASES = ("1x1", "8x8", "32x1", "32x32", "64x32", "256x1", "256x32", "32x8x64")
 
 
 def make_case(kind: str, num_tokens: int, distinct: int, rank: int) -> VocabularyCase:
-    rows = [num_tokens // distinct + (i < num_tokens % distinct) for i in range(distinct)]
+    rows = share(num_tokens, distinct)
     return make_vocabulary_case(
         ((rank,) * distinct, tuple(enumerate(rows))),
         kind,

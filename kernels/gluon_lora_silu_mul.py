@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
-from kernels.triton_launch import Launcher, start_dependents, wait_for_inputs
+from kernels.triton_launch import Launcher, start_dependents, wait_for_inputs, wait_for_sibling
 from kernels.triton_lora_tiles import PAGE, add_delta, find_strip, read_tile, strip_at
 from kernels.triton_silu_mul import gated
 
@@ -245,8 +245,9 @@ def _lora_silu_mul_units_kernel(
     NUM_PLANES: gl.constexpr,
     COLUMNS: gl.constexpr,
     GELU: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
 ):
-    start_dependents(True)
+    start_dependents(OVERLAPPED)
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     BLOCKS: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -263,7 +264,7 @@ def _lora_silu_mul_units_kernel(
     _request_unit(
         b_smem, 0, unit, end, tiles_ptr, entries_ptr, heap_ptr, WIDTH, STRIDE, BLOCKS, COLUMNS
     )
-    wait_for_inputs(True)
+    wait_for_inputs(OVERLAPPED)
     gate_h = gl.zeros([2 * _ROWS, PAGE], TYPE, _h_layout())
     up_h = gl.zeros([2 * _ROWS, PAGE], TYPE, _h_layout())
     turn = 0
@@ -322,6 +323,7 @@ def _lora_silu_mul_units_kernel(
             )  # fmt: skip
         turn = 1 - turn
         unit += 1
+    wait_for_sibling(OVERLAPPED)
 
 
 _launch = Launcher(_lora_silu_mul_units_kernel, launch_pdl=True, maxnreg=MAX_REGISTERS)
@@ -334,6 +336,7 @@ def launch_silu_mul_units(
     site: SiteRows,
     plan: LoraPlan,
     is_gelu: bool,
+    overlapped: int,
 ) -> None:
     """Fills the rows of `out` that are in small tiles."""
     width = out.shape[1]
@@ -349,6 +352,7 @@ def launch_silu_mul_units(
             bridge.planes.shape[0],
             COLUMNS,
             is_gelu,
+            overlapped,
         ),
         1,
     )

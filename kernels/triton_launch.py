@@ -28,6 +28,14 @@ if not IS_INTERPRETED:
 
 Grid = tuple[int, int, int]
 OVERLAPS = not IS_INTERPRETED  # programmatic dependent launch: the interpreter has none
+# The values of a kernel's OVERLAPPED: 0 without overlap, 1 with it, and 2 for a kernel that also
+# runs beside the one launched before it, its sibling. Both read the outputs of the same earlier
+# kernels and write different memory. The sibling starts its dependents after it has waited, so
+# that the second need not wait; the second waits for it at the end, so that a kernel that waits
+# for the second finds the memory of both. All that the two write is allocated before the sibling
+# is launched: the allocator lends memory in the order of launches.
+BESIDE_SIBLING = 2 if OVERLAPS else 0
+_BESIDE = tl.constexpr(2)
 
 _records: list[set[KernelCall]] = []  # of the calls of `recorded_calls` in progress
 
@@ -47,7 +55,20 @@ def wait_for_inputs(OVERLAPPED: tl.constexpr):
     Every program calls it; otherwise the next kernel but one could start before the last but one
     ends.
     """
-    if OVERLAPPED:
+    if OVERLAPPED == _BESIDE:
+        # The sibling has waited, which empties the first-level cache of a multiprocessor. This
+        # kernel may run on another one.
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    elif OVERLAPPED:
+        gdc_wait()
+
+
+@triton.jit
+def wait_for_sibling(OVERLAPPED: tl.constexpr):
+    """Waits until the sibling has ended, at the end of a kernel that may have one."""
+    if OVERLAPPED == _BESIDE:
         gdc_wait()
 
 

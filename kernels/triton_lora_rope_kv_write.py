@@ -19,7 +19,14 @@ from kernels.lora_plan import SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.rope_write import RopeWrite
 from kernels.triton_e4m3 import to_cached
-from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_launch import (
+    BESIDE_SIBLING,
+    OVERLAPS,
+    Launcher,
+    start_dependents,
+    wait_for_inputs,
+    wait_for_sibling,
+)
 from kernels.triton_lora_heads import (
     is_partial,
     norm_heads,
@@ -110,24 +117,16 @@ def _scale_rows(x, factors, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _affine_half(
-    x,  # [ROWS, LANES] float32
-    heap_ptr,
-    entry,
-    first,  # column of the slice where the head begins
-    width,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    LANES: tl.constexpr,
-    TURNING: tl.constexpr,
-    TYPE: tl.constexpr,
-    SECOND: tl.constexpr,
-):
-    """Returns x + gain x + offset. The affine rows are read once for each row of x: a read for all
-    would pass through shared memory."""
+    x, heap_ptr, entry, begin, width, ROWS: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr,
+    TURNING: tl.constexpr, TYPE: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Returns x + gain x + offset for x [ROWS, LANES] float32, half of the head that begins at the
+    slice's column `begin`. The affine rows are read once for each row of x: a read for all would
+    pass through shared memory."""
     at, rows = affine_at(heap_ptr, entry, TYPE)
     offsets = _offsets(ROWS, LANES)
     live = rows_of_small(offsets, ROWS)
-    gain_at = at + first + 0 * offsets
+    gain_at = at + begin + 0 * offsets
     gain = _load_half(gain_at, live & (rows > 0), ROWS, HALF, LANES, TURNING, SECOND)
     offset = _load_half(gain_at + width, live & (rows > 1), ROWS, HALF, LANES, TURNING, SECOND)
     return x + (x * gain.to(tl.float32) + offset.to(tl.float32))
@@ -135,29 +134,13 @@ def _affine_half(
 
 @triton.jit
 def _request_tile(
-    tiles_ptr,
-    tile,
-    is_inside,  # of the table
-    is_live,  # below the number of tiles
-    heap_ptr,
-    entries_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    part,
-    low_columns,
-    gap,
-    width,
-    STRIDE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNING: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-):
-    """Loads, as no kernel of a step writes them, a tile, its first page of B, angles and slots."""
+    tiles_ptr, tile, is_inside, is_live, heap_ptr, entries_ptr, cos_sin_ptr, positions_ptr,
+    slots_ptr, part, low_columns, gap, width, STRIDE: tl.constexpr, AFFINE: tl.constexpr,
+    HALF: tl.constexpr, TURNING: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Loads, as no kernel of a step writes them, a tile, its first page of B, angles and slots.
+    is_inside: of the table; is_live: below the number of tiles."""
     row, rows, num_pages, first, page, at_bridge = read_tile(tiles_ptr, tile, is_inside, TILE, 1)
     rows = tl.where(is_live, rows, 0)
     num_pages = tl.where(is_live, num_pages, 0)
@@ -344,6 +327,7 @@ def _lora_rope_kernel(
                 TURNING, TILE, ROWS, LANES, IS_EVEN,
             )
         )  # fmt: skip
+    wait_for_sibling(OVERLAPPED)
 
 
 _launch = Launcher(_lora_rope_kernel, launch_pdl=OVERLAPS, num_stages=1, maxnreg=MAX_REGISTERS)
@@ -363,8 +347,8 @@ def launch_lora_rope_kv_write(
         write.cos_sin if write.cos_sin is not None else qkv,
         write.k_cache,
         write.v_cache,
-        write.q_norm if write.q_norm is not None else qkv,
-        write.k_norm if write.k_norm is not None else qkv,
+        qkv if write.q_norm is None else write.q_norm,
+        qkv if write.k_norm is None else write.k_norm,
         q,
     )
     constants = (
@@ -378,6 +362,10 @@ def launch_lora_rope_kv_write(
         write.has_norm,
         write.eps,
     )
+    overlapped: int = OVERLAPS
+    if plan.max_large:
+        launch_lora_rope_large(qkv, bridge, site, plan, write, tensors, constants)
+        overlapped = BESIDE_SIBLING
     if plan.max_small:
         blocks = num_heads + 2 * num_kv_heads
         _launch(
@@ -391,10 +379,8 @@ def launch_lora_rope_kv_write(
                 BLOCK_ROWS,
                 max(BLOCK_COLUMNS, 1 << (half - 1).bit_length()),
                 not IS_INTERPRETED,
-                OVERLAPS,
+                overlapped,
             ),
             NUM_WARPS if half <= 64 else WIDE_WARPS,
         )
-    if plan.max_large:
-        launch_lora_rope_large(qkv, bridge, site, plan, write, tensors, constants)
     return q

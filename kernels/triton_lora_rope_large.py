@@ -107,8 +107,8 @@ def _lora_rope_large_kernel(
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    start_dependents(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
+    start_dependents(OVERLAPPED)  # the sibling of small tiles, which does not wait
     WIDTH: tl.constexpr = triton.next_power_of_2(HALF)
     LANES: tl.constexpr = WIDTH if WIDTH >= 16 else 16  # an mma's
     part, heads, first_head, before = pick_heads(tl.program_id(0), NUM_HEADS, NUM_KV_HEADS, HEADS)

@@ -17,7 +17,14 @@ from kernels.backend import IS_INTERPRETED
 from kernels.lora_plan import COUNTERS, LARGE_ROWS, PAGE_ROWS, SMALL_ROWS, UNITS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_int8 import widen
-from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_launch import (
+    BESIDE_SIBLING,
+    OVERLAPS,
+    Launcher,
+    start_dependents,
+    wait_for_inputs,
+    wait_for_sibling,
+)
 from kernels.triton_lora_tiles import (
     COUNTERS_OF_TILE,
     PAGE,
@@ -107,6 +114,7 @@ def _shrink_kernel(
         a = load_a(heap_ptr, entry, a_columns, K, IS_EVEN)
         if heap_ptr.dtype.element_ty == tl.int8:
             scales = load_scales(heap_ptr, entry)
+    wait_for_sibling(OVERLAPPED)
 
 
 @triton.jit
@@ -153,8 +161,8 @@ def _shrink_large_kernel(
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    start_dependents(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
+    start_dependents(OVERLAPPED)  # the sibling of small tiles, which does not wait
     chunk = tl.program_id(0)
     tile = tl.program_id(1)
     count = tl.load(header_ptr + 2) * PARTS
@@ -246,11 +254,15 @@ def chunk_of(in_features: int) -> int:
 
 
 def shrink(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> Bridge:
+    # Before the kernel of large tiles: the memory that it gives back is still written beside that
+    # of small tiles.
     planes = new_planes(x, site, plan)
+    if plan.max_large and plan.max_rank_pages:
+        sums = _shrink_large(x, site, plan)
+        shrink_small_(planes, x, site, plan, overlapped=BESIDE_SIBLING)
+        return Bridge(planes, sums)
     shrink_small_(planes, x, site, plan)
-    return Bridge(
-        planes, _shrink_large(x, site, plan) if plan.max_large and plan.max_rank_pages else None
-    )
+    return Bridge(planes, None)
 
 
 def new_planes(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
@@ -261,9 +273,15 @@ def new_planes(x: torch.Tensor, site: SiteRows, plan: LoraPlan) -> torch.Tensor:
 
 
 def shrink_small_(
-    planes: torch.Tensor, x: torch.Tensor, site: SiteRows, plan: LoraPlan, count: int = UNITS
+    planes: torch.Tensor,
+    x: torch.Tensor,
+    site: SiteRows,
+    plan: LoraPlan,
+    count: int = UNITS,
+    overlapped: int = OVERLAPS,
 ) -> None:
-    """Fills the planes. `count`: the field of the header with the number of units."""
+    """Fills the planes. `count`: the field of the header with the number of units. `overlapped`:
+    OVERLAPPED of the kernel."""
     assert x.stride(1) == 1
     if not plan.max_units:
         return
@@ -285,7 +303,7 @@ def shrink_small_(
             chunk_of(site.in_features),
             SMALL_ROWS,
             IS_INTERPRETED,
-            OVERLAPS,
+            overlapped,
         ),
         NUM_WARPS,
     )

@@ -16,7 +16,14 @@ from kernels.few_rows import HALF_TYPES
 from kernels.lora_plan import LARGE_ROWS, SMALL_ROWS, Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.triton_int8 import widen
-from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_launch import (
+    BESIDE_SIBLING,
+    OVERLAPS,
+    Launcher,
+    start_dependents,
+    wait_for_inputs,
+    wait_for_sibling,
+)
 from kernels.triton_lora_tiles import (
     COLUMNS,
     PAGE,
@@ -139,6 +146,7 @@ def _lora_silu_mul_kernel(
         gate_affine, up_affine = next_gate_affine, next_up_affine
         gate_b = load_strip(heap_ptr, gate_entry, b_columns, WIDTH, IS_EVEN)
         up_b = load_strip(heap_ptr, up_entry, b_columns, WIDTH, IS_EVEN)
+    wait_for_sibling(OVERLAPPED)
 
 
 @triton.jit
@@ -235,8 +243,8 @@ def _lora_silu_mul_large_kernel(
     EXACT: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    start_dependents(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
+    start_dependents(OVERLAPPED)  # the sibling of small tiles, which does not wait
     IS_EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     b_columns = tl.program_id(0) * COLUMNS + read_columns(heap_ptr, COLUMNS)
@@ -282,10 +290,14 @@ def launch_lora_silu_mul(
     width = gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = gate_up.new_empty((gate_up.shape[0], width))
+    overlapped: int = OVERLAPS
+    if plan.max_large:
+        _launch_large_tiles(out, gate_up, bridge, site, plan, is_gelu)
+        overlapped = BESIDE_SIBLING
     if plan.max_small and shares_units(gate_up, site):
         from kernels.gluon_lora_silu_mul import launch_silu_mul_units
 
-        launch_silu_mul_units(out, gate_up, bridge, site, plan, is_gelu)
+        launch_silu_mul_units(out, gate_up, bridge, site, plan, is_gelu, overlapped)
     elif plan.max_small:
         blocks = -(-width // COLUMNS)
         _launch(
@@ -302,32 +314,41 @@ def launch_lora_silu_mul(
                 COLUMNS,
                 is_gelu,
                 not IS_INTERPRETED,
-                OVERLAPS,
+                overlapped,
             ),
             NUM_WARPS,
         )
-    if plan.max_large:
-        sums = bridge.planes if bridge.sums is None else bridge.sums
-        _launch_large(
-            (-(-width // LARGE_COLUMNS), plan.max_large, 1),
-            (gate_up, sums, site.heap, out),
-            (plan.header, plan.large, plan.pages, site.b_entries),
-            (
-                width,
-                gate_up.stride(0),
-                site.stride,
-                site.affine,
-                LARGE_ROWS,
-                LARGE_PART,
-                LARGE_STAGES,
-                LARGE_COLUMNS,
-                is_gelu,
-                not IS_INTERPRETED,
-                OVERLAPS,
-            ),
-            LARGE_WARPS,
-        )
     return out
+
+
+def _launch_large_tiles(
+    out: torch.Tensor,
+    gate_up: torch.Tensor,
+    bridge: Bridge,
+    site: SiteRows,
+    plan: LoraPlan,
+    is_gelu: bool,
+) -> None:
+    width = out.shape[1]
+    _launch_large(
+        (-(-width // LARGE_COLUMNS), plan.max_large, 1),
+        (gate_up, bridge.planes if bridge.sums is None else bridge.sums, site.heap, out),
+        (plan.header, plan.large, plan.pages, site.b_entries),
+        (
+            width,
+            gate_up.stride(0),
+            site.stride,
+            site.affine,
+            LARGE_ROWS,
+            LARGE_PART,
+            LARGE_STAGES,
+            LARGE_COLUMNS,
+            is_gelu,
+            not IS_INTERPRETED,
+            OVERLAPS,
+        ),
+        LARGE_WARPS,
+    )
 
 
 def shares_units(gate_up: torch.Tensor, site: SiteRows) -> bool:

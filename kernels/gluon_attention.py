@@ -8,6 +8,8 @@ which two warps widen it to float16, which holds every e4m3 exactly. Free of pla
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,9 +44,14 @@ def describe_rows(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
     may have fewer rows in the cache than its K."""
     num_heads, head_dim = cache.shape[2:]
     columns = min(head_dim, 128 // cache.element_size())
-    layout = gl.NVMMASharedLayout.get_default_for([block_n, columns], _KINDS[cache.dtype])
     rows = cache.view(-1, num_heads * head_dim)
-    return TensorDescriptor.from_tensor(rows, [min(cache.shape[1], block_n), columns], layout)
+    box = [min(cache.shape[1], block_n), columns]
+    return TensorDescriptor.from_tensor(rows, box, _ring_layout(block_n, columns, cache.dtype))
+
+
+@functools.cache
+def _ring_layout(block_n: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([block_n, columns], _KINDS[dtype])
 
 
 @gluon.constexpr_function

@@ -91,6 +91,32 @@ def describe_call(
     return KernelCall(function.__module__, function.__name__, found, given)  # type: ignore[arg-type]
 
 
+def binary_key(kernel: Any, arguments: Sequence[object]) -> tuple[object, ...]:
+    """Returns a key of the arguments by position, equal where `describe_call` finds equal calls, in
+    a quarter of its time. The layout of a descriptor follows from its type and its box here."""
+    function = kernel.fn
+    parameters = _parameters(function.__module__, function.__name__)
+    key: list[object] = []
+    for value, parameter in zip(arguments, parameters, strict=False):
+        if parameter.is_constant or value is None or isinstance(value, bool):
+            key += (type(value), value)
+        elif isinstance(value, torch.Tensor):
+            key += (value.dtype, not value.data_ptr() % _ALIGNMENT or not parameter.is_aligned)
+        elif isinstance(value, float):
+            key.append(float)
+        elif isinstance(value, int):
+            key.append(_class_of(value, parameter.is_specialized))
+        else:
+            key += (value.base.dtype, *value.block_shape)  # type: ignore[attr-defined]
+    return tuple(key)
+
+
+@cache
+def constants_of(module: str, name: str, num_arguments: int) -> tuple[str, ...]:
+    """Returns the names of the parameters behind so many arguments by position."""
+    return tuple(parameter.name for parameter in _parameters(module, name)[num_arguments:])
+
+
 @dataclass(frozen=True, slots=True)
 class _Parameter:
     name: str

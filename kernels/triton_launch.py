@@ -1,10 +1,11 @@
-"""Launches of small Triton kernels without Triton's own inspection of every argument.
+"""Launches of Triton kernels without Triton's own inspection of every argument.
 
 `kernel[grid](...)` determines on each call for which types, alignments and constants it was
-compiled: about ten microseconds of Python, longer than most of these kernels run. Here a kernel has
-pointers and constants only, so types and constants are the whole key, and the compiled kernel is
-launched at once. Pointers that are not aligned to 16 bytes use Triton's own path. Also the two
-halves of programmatic dependent launch. Free of ops.
+compiled: ten microseconds of Python, longer than most small kernels run, and a hundred with
+descriptors. The kernel of a `Launcher` has pointers and constants only, so types and constants are
+the whole key, and the compiled kernel is launched at once. Pointers that are not aligned to 16
+bytes use Triton's own path. `launch` takes any arguments. Also the two halves of programmatic
+dependent launch. Free of ops.
 
 Every kernel is launched here, by a `Launcher` or by `launch`, so that `recorded_calls` sees which
 binaries a step needs: a launch on the meta device is recorded and executes nothing.
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED
-from kernels.kernel_call import KernelCall, describe_call
+from kernels.kernel_call import KernelCall, binary_key, constants_of, describe_call
 
 if not IS_INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -38,6 +39,7 @@ BESIDE_SIBLING = 2 if OVERLAPS else 0
 _BESIDE = tl.constexpr(2)
 
 _records: list[set[KernelCall]] = []  # of the calls of `recorded_calls` in progress
+_compiled: dict[tuple[object, ...], Any] = {}  # of `launch`
 
 
 @triton.jit
@@ -109,16 +111,33 @@ def recorded_calls() -> Iterator[set[KernelCall]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> Any:
-    """Launches by Triton's own path; returns the compiled kernel. The first argument is a tensor.
-    On the meta device nothing is launched."""
+    """Launches a kernel, by Triton's own path if calls are recorded or the binary is not known yet;
+    returns the compiled kernel. The first argument is a tensor. The constants follow by name, in
+    the order of the parameters, before the compiler's options. On the meta device nothing is
+    launched."""
+    first = arguments[0]
+    assert isinstance(first, torch.Tensor)
+    key = None
+    if not (_records or first.is_meta or IS_INTERPRETED):
+        options_key = tuple(options.values())
+        key = (id(kernel), first.get_device(), options_key, binary_key(kernel, arguments))
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            function = kernel.fn
+            names = constants_of(function.__module__, function.__name__, len(arguments))
+            compiled[(*grid, 1, 1)[:3]](*arguments, *(options[name] for name in names))
+            return compiled
     if _records:
         call = describe_call(kernel, arguments, options)
         for calls in _records:
             calls.add(call)
-    if arguments[0].is_meta:  # type: ignore[attr-defined]
+    if first.is_meta:
         return None
     fix_cache_key(kernel)
-    return kernel[grid](*arguments, **options)
+    compiled = kernel[grid](*arguments, **options)
+    if key is not None:
+        _compiled[key] = compiled
+    return compiled
 
 
 class Launcher:

@@ -23,8 +23,11 @@ from engine.kv_cache import KVCache
 from engine.model import Model
 from lora.pool import AdapterPool
 
-# Tokens. Beyond, the device is slower than the host; above 512 in tiles of large matrix products.
-SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+# Tokens, above 512 in tiles of large matrix products. Beyond, the device is slower than the host.
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# Larger steps are padded by a sixteenth at most: steps with decodes have these sizes, and the
+# device takes as long as the host for a prompt alone, which padding would hold up.
+_LARGEST_PADDED = 1024
 _PIECE_BYTES = 256 * 1024  # the driver's memory of a graph of a dozen kernels
 
 Piece = Callable[[], None]
@@ -70,9 +73,13 @@ class PiecewiseGraphs:
         self._pieces: dict[GraphKey, tuple[Piece, ...]] = {}
 
     def size_for(self, num_tokens: int) -> int | None:
-        """Returns the smallest size that holds the tokens."""
+        """Returns the size of the pieces for so many tokens, None if there is none."""
         index = bisect.bisect_left(self._sizes, num_tokens)
-        return self._sizes[index] if index < len(self._sizes) and self._pieces else None
+        if index == len(self._sizes) or not self._pieces:
+            return None
+        size = self._sizes[index]
+        is_near = size <= _LARGEST_PADDED or 16 * num_tokens >= 15 * size
+        return size if is_near else None
 
     def keys(self, with_lora: bool) -> list[GraphKey]:
         """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""

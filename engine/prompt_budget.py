@@ -28,10 +28,10 @@ from engine.config import EngineConfig
 from engine.step_cost import TILE, StepCost
 from engine.types import Sequence
 
-# Tokens of a step, with decoding sequences: multiples of the tile of large matrix products, coarser
-# beyond the largest of `piecewise_graphs.SIZES`, where a step is launched kernel by kernel. On an
-# H200 steps of 384, 448, 512 and 1,024 tokens last 13, 18, 14 and 25 ms.
-_LARGEST_GRAPH, _LARGE_TILE = 1024, 256
+# Tokens of a step, with decoding sequences: multiples of the tile of large matrix products, from
+# 1,024 on coarser, as `piecewise_graphs.SIZES` are. On an H200 steps of 384, 448, 512 and 1,024
+# tokens last 13, 18, 14 and 25 ms.
+_LARGE, _LARGE_TILE = 1024, 256
 _UNMEASURED = 512  # tokens of a step while the cost of one is unknown
 _GROWTH = 2.0  # times the prompt tokens that were measured
 # Smaller parts of a prompt gain nothing: on every device the fixed cost outweighs them.
@@ -84,8 +84,8 @@ def _rounded(num_tokens: float) -> int:
     """Returns a size near this that a device computes well, smaller rather than larger."""
     if num_tokens < TILE:
         return int(num_tokens)
-    if num_tokens < _LARGEST_GRAPH + _LARGE_TILE:
-        return min(int(num_tokens) // TILE * TILE, _LARGEST_GRAPH)
+    if num_tokens < _LARGE + _LARGE_TILE:
+        return min(int(num_tokens) // TILE * TILE, _LARGE)
     return int(min(num_tokens, 1 << 30)) // _LARGE_TILE * _LARGE_TILE
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.piecewise_graphs import SIZES
+from engine.decode_graphs import GraphKey
+from engine.inputs import LoraReach
+from engine.piecewise_graphs import SIZES, PiecewiseGraphs
 from engine.prompt_budget import prompt_budget
 from engine.step_cost import StepCost
 from tests.benchmarks.report import percentile
@@ -15,6 +17,7 @@ from tests.benchmarks.simulator.gaps import OFF, Seen, burst, h200_step_s, open_
 from tests.fakes import make_config, make_request, make_scheduler, ranges, run_step
 
 CONFIG = EngineConfig("", "", max_num_batched_tokens=8192, max_num_seqs=256)
+GRAPHS_END = 1024  # tokens of the largest step that is a graph, on the machines below
 
 
 def measured(decoding: tuple[int, ...] = (1, 4, 16, 64, 256)) -> StepCost:
@@ -53,7 +56,31 @@ def test_a_step_has_a_size_that_the_device_computes_well(
 ) -> None:
     count = prompt_budget(CONFIG, measured(), num_decoding, num_decoding + 1, queued_tokens)
     total = count + num_decoding
-    assert total % (128 if total <= max(SIZES) else 256) == 0
+    assert total % (128 if total <= 1024 else 256) == 0
+
+
+def test_large_steps_are_hardly_padded() -> None:
+    """The device takes longer than the host for a prompt of so many tokens: padding shows."""
+    pieces = PiecewiseGraphs(SIZES, None, None, None, None)  # type: ignore[arg-type]
+    assert pieces.size_for(100) is None  # nothing is captured
+    pieces._pieces = {GraphKey(64, LoraReach.NONE): ()}
+    found = {count: pieces.size_for(count) for count in (1, 65, 897, 1024, 1025, 1199, 1200, 1280)}
+    assert found == {
+        1: 64,
+        65: 128,
+        897: 1024,
+        1024: 1024,
+        1025: None,
+        1199: None,
+        1200: 1280,
+        1280: 1280,
+    }
+    assert [pieces.size_for(count) for count in (1679, 1680, 2048, 2049)] == [
+        None,
+        1792,
+        2048,
+        None,
+    ]
 
 
 def test_a_burst_is_measured_by_the_steps_that_it_will_have() -> None:
@@ -126,7 +153,7 @@ def launched_s(num_prompt: int, num_decoding: int) -> float:
     if not num_prompt:
         return 0.0023 + 16e-6 * num_decoding
     tokens = num_prompt + num_decoding
-    launch_s = (0.015 if tokens <= max(SIZES) else 0.034) + 20e-6 * num_decoding
+    launch_s = (0.015 if tokens <= GRAPHS_END else 0.034) + 20e-6 * num_decoding
     return max(launch_s, 0.004 + 9e-6 * tokens)
 
 
@@ -155,7 +182,7 @@ def test_a_looser_bound_never_makes_steps_of_one_time_smaller(launch_s: float) -
                 cost.observe(0, 256, 0.0095)
                 cost.observe(0, 1, 0.003)
             tokens = num_prompt + 256
-            slow_s = 0.0 if tokens <= max(SIZES) else 0.034
+            slow_s = 0.0 if tokens <= GRAPHS_END else 0.034
             cost.observe(num_prompt, 256, max(launch_s, slow_s, 0.004 + 9e-6 * tokens))
             num_prompt = prompt_budget(config, cost, 256, 256, 1000)
         counts.append(num_prompt)

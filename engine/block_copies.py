@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -33,28 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Copier:
-    """The two ends of the copies."""
-
-    def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
-        """`blocks`: [blocks, bytes], `host`: [slots, bytes], both uint8."""
-        self._blocks, self._host = blocks, host
-        self.num_slots, self.block_bytes = host.shape
-
-    def _store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for block, slot, count in runs_of(blocks, slots):
-            part = self._blocks[block : block + count]
-            self._host[slot : slot + count].copy_(part, non_blocking=True)
-
-    def _load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        for slot, block, count in runs_of(slots, blocks):
-            part = self._host[slot : slot + count]
-            self._blocks[block : block + count].copy_(part, non_blocking=True)
-
-
+@dataclass(frozen=True, slots=True)
 class _Done:
-    def __init__(self, began_s: float) -> None:
-        self._took_s = time.perf_counter() - began_s
+    took_s: float
 
     def query(self) -> bool:
         return True
@@ -63,27 +45,36 @@ class _Done:
         """Does nothing: the copy has ended."""
 
     def seconds(self) -> float:
-        return self._took_s
+        return self.took_s
 
 
-class CpuBlockCopier(_Copier):
+class CpuBlockCopier:
+    def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
+        """`blocks`: [blocks, bytes], `host`: [slots, bytes], both uint8."""
+        self._blocks, self._host = blocks, host
+        self.num_slots, self.block_bytes = host.shape
+
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
-        began_s = time.perf_counter()
-        self._store(blocks, slots)
-        return _Done(began_s)
+        return self._copy(self._blocks, blocks, self._host, slots)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
-        began_s = time.perf_counter()
-        self._load(slots, blocks)
-        return _Done(began_s)
+        return self._copy(self._host, slots, self._blocks, blocks)
 
     def hold_steps(self, copy: BlockCopy) -> None:
         """Does nothing: the copy has ended."""
 
+    def _copy(
+        self, source: torch.Tensor, rows: Sequence[int], to: torch.Tensor, places: Sequence[int]
+    ) -> BlockCopy:
+        began_s = time.perf_counter()
+        _copy_rows(source, rows, to, places)
+        return _Done(time.perf_counter() - began_s)
 
+
+@dataclass(frozen=True, slots=True)
 class _CudaCopy:
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._begin, self.end = begin, end
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
     def query(self) -> bool:
         return bool(self.end.query())  # type: ignore[no-untyped-call]
@@ -92,39 +83,29 @@ class _CudaCopy:
         self.end.synchronize()
 
     def seconds(self) -> float:
-        return float(self._begin.elapsed_time(self.end)) / 1000
+        return float(self.begin.elapsed_time(self.end)) / 1000
 
 
-class CudaBlockCopier(_Copier):
+class CudaBlockCopier(CpuBlockCopier):
     """Steps are launched on the stream that is current in each call."""
 
     def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
         super().__init__(blocks, host)
         self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
 
-    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
-        begin = self._begin()
-        with torch.cuda.stream(self._stream):
-            self._store(blocks, slots)
-        return self._end(begin)
-
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
-        begin = self._begin()
-        with torch.cuda.stream(self._stream):
-            self._load(slots, blocks)
-        return self._end(begin)
-
     def hold_steps(self, copy: BlockCopy) -> None:
         assert isinstance(copy, _CudaCopy)
         torch.cuda.current_stream(self._blocks.device).wait_event(copy.end)
 
-    def _begin(self) -> torch.cuda.Event:
+    def _copy(
+        self, source: torch.Tensor, rows: Sequence[int], to: torch.Tensor, places: Sequence[int]
+    ) -> BlockCopy:
         steps = torch.cuda.Event()  # type: ignore[no-untyped-call]
         steps.record(torch.cuda.current_stream(self._blocks.device))
         self._stream.wait_event(steps)
-        return self._mark()
-
-    def _end(self, begin: torch.cuda.Event) -> _CudaCopy:
+        begin = self._mark()
+        with torch.cuda.stream(self._stream):
+            _copy_rows(source, rows, to, places)
         return _CudaCopy(begin, self._mark())
 
     def _mark(self) -> torch.cuda.Event:
@@ -133,12 +114,20 @@ class CudaBlockCopier(_Copier):
         return event
 
 
+def _copy_rows(
+    source: torch.Tensor, rows: Sequence[int], to: torch.Tensor, places: Sequence[int]
+) -> None:
+    for row, place, count in runs_of(rows, places):
+        to[place : place + count].copy_(source[row : row + count], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
 class _GroupCopy:
     """A copy of all ranks. Its end on the first rank counts as its end on the others for work
     that is launched after the caller has seen it."""
 
-    def __init__(self, own: BlockCopy, note_end: Callable[[], None]) -> None:
-        self.own, self.note_end = own, note_end
+    own: BlockCopy
+    note_end: Callable[[], None]
 
     def query(self) -> bool:
         if not self.own.query():

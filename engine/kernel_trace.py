@@ -35,7 +35,7 @@ from engine.warm_batches import (
     zero_adapters,
 )
 from engine.weight_shapes import layer_matrices
-from engine.weights import empty_weights
+from engine.weights import WeightBuilder
 from kernels.backend import Capability, traced_for
 from kernels.collective import SOLO, Traced
 from kernels.int4 import Int4Format
@@ -77,7 +77,7 @@ def trace_kernels(
         kv_dtype = resolve_kv_dtype(config, dtype, capability)
         kv = allocate_kv_cache(short, layout, 1, kv_dtype, meta)
         is_fp8 = config.quantization == "fp8"
-        weights = empty_weights(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4)
+        weights = WeightBuilder(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights
         steps = DeviceSteps(
             Model(short, weights, max_len=1, ranks=SOLO if size == 1 else Traced(size)),
             kv,

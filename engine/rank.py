@@ -47,7 +47,7 @@ from engine.resolved import (
 )
 from engine.step_inputs import StepLimits
 from engine.types import Sample, ScheduledBatch
-from engine.weights import load_shard
+from engine.weights import WeightBuilder
 from kernels.collective import SOLO, Collective
 from kernels.compilations import load_kernels
 from kernels.kernel_call import KernelCall
@@ -102,14 +102,11 @@ class Rank:
             self.empty = look_at_empty_device(self.device)
         held = allocated_bytes(self.device) if self.is_cuda else 0
         with explain_out_of_memory("loading the weights", ("dtype", "quantization", "the device")):
-            self.weights = load_shard(
-                self.config,
-                self.shard,
-                self.dtype,
-                self.device,
-                is_fp8=self.is_fp8,
-                int4=self.int4,
+            builder = WeightBuilder(
+                self.shard, self.dtype, self.device, is_fp8=self.is_fp8, int4=self.int4
             )
+            is_dummy = self.config.load_format == "dummy"
+            self.weights = builder.fill_randomly() if is_dummy else builder.load(self.folder)
         if self.is_cuda:
             self.weight_bytes = allocated_bytes(self.device) - held
 

@@ -8,15 +8,13 @@ stay so: they are packed anew as they are read, and never dequantized.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
 from engine.checkpoint import Checkpoint, Cut
-from engine.config import EngineConfig
 from engine.int4_forms import NO_INT4, Int4Forms
-from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
 from engine.weight_shapes import expected_shapes, is_matrix, is_norm, layer_matrices
 from kernels.e4m3 import E4m3Rows, empty_rows
@@ -52,134 +50,18 @@ class Weights:
     # embedding's own object.
     parameters: Mapping[str, Matrix]
 
-
-def load_weights(
-    folder: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_fp8: bool = False,
-    int4: Int4Forms = NO_INT4,
-    shard: Shard | None = None,
-) -> Weights:
-    """Reads a base. `is_fp8`: the matrices of the layers become e4m3 rows, except the matrices
-    in `int4`. `shard`: the part that is read and kept, of this base; None: all. Rows that are
-    quantised here have the scale of the part that is kept of them."""
-    shard = shard or Shard(config)
-    builder = _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4)
-    weights = builder.build()
-    assert builder.places.keys() == expected_shapes(config).keys()
-    offset = config.family.norm_offset
-    checkpoint = Checkpoint(folder, config)
-    taken: set[str] = set()
-    if shard.size > 1:
-        for name, place in builder.places.items():
-            if name.endswith(".bias") and not shard.adds_bias(name.removesuffix(".bias")):
-                assert isinstance(place, torch.Tensor)
-                place.zero_()
-                taken.add(name)
-
-    def cut_of(name: str) -> Cut:
-        module = name.rpartition(".")[0]
-        return Cut(shard.outputs(module), shard.inputs(module) if is_matrix(name) else None)
-
-    for name, place in builder.places.items():
-        module = name.removesuffix(".weight")
-        if isinstance(place, Int4Rows):
-            _take_int4(place, checkpoint, module, cut_of(name))
-            taken.add(name)
-        elif isinstance(place, E4m3Rows):
-            stored = checkpoint.e4m3_rows(module, cut_of(name))
-            if stored is not None:
-                place.copy_(E4m3Rows(*stored))
-                taken.add(name)
-    for name, rows, tensor in checkpoint.stream(device, leave_out=taken, cut_of=cut_of):
-        place = builder.places[name][rows]
-        assert not isinstance(place, Int4Rows)
-        if isinstance(place, E4m3Rows):
-            place.write_(tensor)
-            continue
-        place.copy_(tensor)
-        if offset and is_norm(name):
-            place += offset  # in float32, as norms with an offset are kept
-    return weights
+    @property
+    def nbytes(self) -> int:
+        """The bytes in memory: a tied head has none of its own."""
+        layers = [getattr(layer, field.name) for layer in self.layers for field in fields(layer)]
+        is_tied = self.parameters["lm_head.weight"] is self.parameters["model.embed_tokens.weight"]
+        whole = [self.embedding, self.norm, *([] if is_tied else [self.head]), *layers]
+        return sum(one.nbytes for one in whole if one is not None)
 
 
-def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str, cut: Cut) -> None:
-    has_zeros = place.zeros is not None
-    for rows, integers in checkpoint.int4_rows(module, place.device, cut, has_zeros=has_zeros):
-        if cut.columns is not None:
-            integers = integers.columns(*cut.columns, place.group_size)
-        place[rows].write_(integers)
-    if place.order is not None:  # the same of all modules of a matrix
-        order = checkpoint.int4_order(module)
-        assert order is not None
-        place.order.copy_(order)
-
-
-def load_shard(
-    config: EngineConfig,
-    shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_fp8: bool = False,
-    int4: Int4Forms = NO_INT4,
-) -> Weights:
-    """Reads a rank's part of the configured base, or makes it if the format is `dummy`."""
-    if config.load_format == "dummy":
-        return random_weights(shard.whole, dtype, device, is_fp8=is_fp8, int4=int4, shard=shard)
-    folder = Path(config.model_path)
-    return load_weights(folder, shard.whole, dtype, device, is_fp8=is_fp8, int4=int4, shard=shard)
-
-
-def empty_weights(
-    shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_fp8: bool = False,
-    int4: Int4Forms = NO_INT4,
-) -> Weights:
-    """Returns a rank's weights, of any content; on the meta device, shapes without memory."""
-    return _Builder(shard, dtype, device, is_fp8=is_fp8, int4=int4).build()
-
-
-def random_weights(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_fp8: bool = False,
-    int4: Int4Forms = NO_INT4,
-    shard: Shard | None = None,
-) -> Weights:
-    """Returns random weights, as vLLM's `--load-format dummy`: made on the device, no files. Scaled
-    so that activations keep their size; the same on every call with one device and shape, hence the
-    embedding on all ranks. FP8 and 4 bits hold the weights of `dtype`, quantised."""
-    builder = _Builder(shard or Shard(config), dtype, device, is_fp8=is_fp8, int4=int4)
-    weights = builder.build()
-    generator = torch.Generator(device).manual_seed(0)
-    for name, place in builder.places.items():
-        if isinstance(place, E4m3Rows | Int4Rows):
-            drawn = torch.empty(place.shape, dtype=dtype, device=device)
-            drawn.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
-            if isinstance(place, E4m3Rows):
-                place.write_(drawn)
-            else:
-                place.write_nearest_(drawn)
-        elif is_norm(name):
-            place.fill_(1)
-        elif name.endswith(".bias"):
-            place.zero_()
-        else:
-            place.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
-    return weights
-
-
-class _Builder:
-    """Allocates the parameters and records, for each tensor of the files, its destination."""
+class WeightBuilder:
+    """The parameters of a rank's part of a base, allocated and of any content at first: on the meta
+    device, shapes without memory. Records, for each tensor of the files, its destination."""
 
     def __init__(
         self,
@@ -187,10 +69,12 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        is_fp8: bool,
-        int4: Int4Forms,
+        is_fp8: bool = False,
+        int4: Int4Forms = NO_INT4,
     ) -> None:
-        self.places: dict[str, Matrix] = {}
+        """`is_fp8`: the matrices of the layers become e4m3 rows, except the matrices in `int4`.
+        Rows that are quantised here have the scale of the part that is kept of them."""
+        self._places: dict[str, Matrix] = {}
         self._is_fp8 = is_fp8
         self._int4 = int4
         self._shard = shard
@@ -198,8 +82,66 @@ class _Builder:
         self._shapes = shard.shapes()
         self._dtype = dtype
         self._device = device
+        self.weights = self._allocate()
 
-    def build(self) -> Weights:
+    def load(self, folder: Path) -> Weights:
+        """Reads the shard's part of a base from its files."""
+        shard, places = self._shard, self._places
+        assert places.keys() == expected_shapes(shard.whole).keys()
+        offset = shard.whole.family.norm_offset
+        checkpoint = Checkpoint(folder, shard.whole)
+        taken: set[str] = set()
+        for name, place in places.items():
+            module = name.removesuffix(".weight")
+            if isinstance(place, Int4Rows):
+                _take_int4(place, checkpoint, module, self._cut_of(name))
+                taken.add(name)
+            elif isinstance(place, E4m3Rows):
+                stored = checkpoint.e4m3_rows(module, self._cut_of(name))
+                if stored is not None:
+                    place.copy_(E4m3Rows(*stored))
+                    taken.add(name)
+            elif name.endswith(".bias") and not shard.adds_bias(name.removesuffix(".bias")):
+                place.zero_()
+                taken.add(name)
+        for name, rows, tensor in checkpoint.stream(self._device, taken, self._cut_of):
+            place = places[name][rows]
+            assert not isinstance(place, Int4Rows)
+            if isinstance(place, E4m3Rows):
+                place.write_(tensor)
+                continue
+            place.copy_(tensor)
+            if offset and is_norm(name):
+                place += offset  # in float32, as norms with an offset are kept
+        return self.weights
+
+    def fill_randomly(self) -> Weights:
+        """Draws random weights, as vLLM's `--load-format dummy`: made on the device, no files.
+        Scaled so that activations keep their size; the same on every call with one device and
+        shape, hence the embedding on all ranks. FP8 and 4 bits hold the weights of the type,
+        quantised."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        for name, place in self._places.items():
+            if isinstance(place, E4m3Rows | Int4Rows):
+                drawn = torch.empty(place.shape, dtype=self._dtype, device=self._device)
+                drawn.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
+                if isinstance(place, E4m3Rows):
+                    place.write_(drawn)
+                else:
+                    place.write_nearest_(drawn)
+            elif is_norm(name):
+                place.fill_(1)
+            elif name.endswith(".bias"):
+                place.zero_()
+            else:
+                place.normal_(0.0, place.shape[-1] ** -0.5, generator=generator)
+        return self.weights
+
+    def _cut_of(self, name: str) -> Cut:
+        module, shard = name.rpartition(".")[0], self._shard
+        return Cut(shard.outputs(module), shard.inputs(module) if is_matrix(name) else None)
+
+    def _allocate(self) -> Weights:
         embedding = self._make("model.embed_tokens.weight")
         layers = tuple(self._layer(i) for i in range(self._config.num_layers))
         norm = self._make("model.norm.weight")
@@ -209,7 +151,7 @@ class _Builder:
             head = embedding
         else:
             head = embedding[slice(*self._shard.vocab)]
-        parameters = dict(self.places)
+        parameters = dict(self._places)
         if self._config.ties_embeddings:
             parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
         return Weights(embedding, layers, norm, head, parameters)
@@ -251,7 +193,7 @@ class _Builder:
             rows = empty_int4(height, width, form, self._device)
         else:
             rows = empty_rows(height, width, self._device)
-        self.places.update(zip(names, rows.split(sizes), strict=True))
+        self._places.update(zip(names, rows.split(sizes), strict=True))
         return rows
 
     def _make(self, *names: str) -> torch.Tensor:
@@ -261,11 +203,23 @@ class _Builder:
         is_wide = self._config.family.has_wide_norms and is_norm(names[0])
         dtype = torch.float32 if is_wide else self._dtype
         parameter = torch.empty(shape, dtype=dtype, device=self._device)
-        self.places.update(zip(names, torch.split(parameter, sizes), strict=True))
+        self._places.update(zip(names, torch.split(parameter, sizes), strict=True))
         return parameter
 
     def _make_if_expected(self, *names: str) -> torch.Tensor | None:
         return self._make(*names) if names[0] in self._shapes else None
+
+
+def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str, cut: Cut) -> None:
+    has_zeros = place.zeros is not None
+    for rows, integers in checkpoint.int4_rows(module, place.device, cut, has_zeros=has_zeros):
+        if cut.columns is not None:
+            integers = integers.columns(*cut.columns, place.group_size)
+        place[rows].write_(integers)
+    if place.order is not None:  # the same of all modules of a matrix
+        order = checkpoint.int4_order(module)
+        assert order is not None
+        place.order.copy_(order)
 
 
 def _biases(weights: tuple[str, ...]) -> list[str]:

@@ -17,8 +17,9 @@ from engine.kv_cache import KVCache, allocate_kv_cache
 from engine.kv_layout import kv_layout
 from engine.model import Model
 from engine.model_config import lora_sites, read_model_config
+from engine.parallel.shards import Shard
 from engine.types import ScheduledBatch
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from lora.adapter import read_adapter
 from lora.pool import AdapterPool
 from tests.engine_helpers import BLOCK_SIZE, VOCAB, make_sequence, part
@@ -238,7 +239,7 @@ class Decoder:
     ) -> None:
         self.config = read_model_config(base)
         sites = lora_sites(self.config)
-        weights = load_weights(base, self.config, torch.float32, CPU, is_fp8=is_fp8)
+        weights = WeightBuilder(Shard(self.config), torch.float32, CPU, is_fp8=is_fp8).load(base)
         self.model = Model(self.config, weights, max_len or self.config.usual_len)
         self.pool = AdapterPool(sites, 16 << 20, torch.float32, CPU, 64 << 20)
         for folder in adapters:

@@ -14,7 +14,7 @@ import torch
 from engine.model import Model
 from engine.model_config import lora_sites, read_model_config
 from engine.parallel.shards import Shard
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from kernels.collective import Collective
 from kernels.rendezvous import meet
 from lora.adapter import Adapter, read_adapter
@@ -43,7 +43,7 @@ class RankDecoder(Decoder):
         whole = read_model_config(base)
         shard = Shard(whole, ranks.rank, ranks.size)
         self.config = shard.config
-        weights = load_weights(base, whole, torch.float32, CPU, shard=shard)
+        weights = WeightBuilder(shard, torch.float32, CPU).load(base)
         self.model = Model(self.config, weights, whole.usual_len, ranks)
         self.pool = AdapterPool(shard.sites(), 16 << 20, torch.float32, CPU, 64 << 20)
         for adapter in adapters:
@@ -54,7 +54,7 @@ class RankDecoder(Decoder):
 def read_adapters(base: Path, folders: Many[Path]) -> list[Adapter]:
     """Reads whole adapters, each named as its folder."""
     config = read_model_config(base)
-    weights = load_weights(base, config, torch.float32, CPU).parameters.get
+    weights = WeightBuilder(Shard(config), torch.float32, CPU).load(base).parameters.get
     return [read_adapter(one, one.name, lora_sites(config), 64, weights) for one in folders]
 
 

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from engine.checks.validation import check_adapter, check_base
 from engine.errors import UnsupportedModelError
 from engine.model_config import lora_sites, read_model_config
+from engine.parallel.shards import Shard
 from engine.types import Request, SamplingParams
 from engine.weight_files import SINGLE_FILE
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from lora.adapter import WEIGHTS_FILE, match_tensors, read_adapter
 from lora.errors import AdapterError
 from lora.low_rank import ConversionLimits
@@ -295,7 +296,7 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
 def test_norms_are_kept_in_float32_where_they_multiply_in_it(tmp_path: Path) -> None:
     base = make_family_base(tmp_path / "base", VARIANTS["gemma 2"])
     stored = load_file(base / SINGLE_FILE)["model.layers.1.input_layernorm.weight"]
-    weights = load_weights(base, read_model_config(base), torch.bfloat16, CPU)
+    weights = WeightBuilder(Shard(read_model_config(base)), torch.bfloat16, CPU).load(base)
     layer = weights.layers[1]
     assert layer.input_norm is not None
     assert layer.input_norm.dtype == weights.norm.dtype == torch.float32
@@ -325,7 +326,7 @@ def test_a_head_in_the_file_is_read_though_the_class_ties_by_default(tmp_path: P
     (base / "config.json").write_text(json.dumps(raw))
     config = read_model_config(base)
     assert not config.ties_embeddings
-    weights = load_weights(base, config, torch.float32, CPU)
+    weights = WeightBuilder(Shard(config), torch.float32, CPU).load(base)
     assert torch.equal(weights.head, load_file(base / SINGLE_FILE)["language_model.lm_head.weight"])
 
 
@@ -357,4 +358,4 @@ def test_a_tensor_that_is_of_no_known_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"holds audio_tower\.x\.weight, which is unknown"
     ):
-        load_weights(base, read_model_config(base), torch.float32, CPU)
+        WeightBuilder(Shard(read_model_config(base)), torch.float32, CPU).load(base)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.checkpoint import Checkpoint
-from engine.checks.fit import RESERVED_BYTES, estimate_fit, weight_bytes
+from engine.checks.fit import RESERVED_BYTES, estimate_fit
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.int4_forms import stored_forms
@@ -20,7 +20,7 @@ from engine.memory_plan import GIB
 from engine.model_config import read_model_config
 from engine.parallel.shards import Shard
 from engine.weight_files import SINGLE_FILE
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from serve_app.cli import main as cli
 from serve_app.cli.commands.store import open_registry
 from tests.engine_helpers import make_base
@@ -29,6 +29,8 @@ from tests.int4_bases import write_int4
 from tests.quantized_bases import write_quantized
 from tests.registry_helpers import empty_home
 from tests.test_engine_gptq_awq import AWQ, awq
+
+META = torch.device("meta")
 
 
 @pytest.fixture
@@ -47,9 +49,9 @@ def run(*words: str) -> int:
 def test_the_bytes_are_those_that_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     folder, _ = write_quantized(make_base(tmp_path / "base"), tmp_path / "quantized", AWQ, awq)
     config = read_model_config(folder)
-    parameters = load_weights(folder, config, dtype, torch.device("cpu")).parameters
+    parameters = WeightBuilder(Shard(config), dtype, torch.device("cpu")).load(folder).parameters
     held = sum(one.numel() * one.itemsize for one in parameters.values())
-    assert weight_bytes(config, dtype) == held
+    assert WeightBuilder(Shard(config), dtype, META).weights.nbytes == held
     fit = estimate_fit(folder, 4 * GIB)
     assert fit.stored_bytes == (folder / SINGLE_FILE).stat().st_size
     assert fit.stored_as == "awq gemm, 4 bits in groups of 16 (21 modules)"
@@ -65,7 +67,7 @@ def test_the_bytes_of_quantized_bases_are_those_that_are_loaded(
     forms, _ = stored_forms(config, Checkpoint(folder, config))
     some = {key: form for key, form in forms.items() if "layers.0" in key}
     for int4, is_fp8 in ((forms, False), (some, False), (some, True), ({}, True)):
-        weights = load_weights(folder, config, dtype, cpu, int4=int4, is_fp8=is_fp8)
+        weights = WeightBuilder(Shard(config), dtype, cpu, int4=int4, is_fp8=is_fp8).load(folder)
         layers = (
             one
             for layer in weights.layers
@@ -73,7 +75,8 @@ def test_the_bytes_of_quantized_bases_are_those_that_are_loaded(
             if one is not None
         )
         held = sum(one.nbytes for one in (weights.embedding, weights.head, weights.norm, *layers))
-        assert weight_bytes(config, dtype, int4=int4, is_fp8=is_fp8) == held
+        shapes = WeightBuilder(Shard(config), dtype, META, int4=int4, is_fp8=is_fp8).weights
+        assert shapes.nbytes == held
 
 
 def test_a_base_in_4_bits_leaves_more_room(tmp_path: Path) -> None:
@@ -127,8 +130,9 @@ def test_ranks_share_a_base(tmp_path: Path, home: Path, capsys: pytest.CaptureFi
     assert half.kv_tokens > whole.kv_tokens
     assert half.weight_bytes < whole.weight_bytes
     shard = Shard(config, 1, 2)
-    held = load_weights(folder, config, dtype, torch.device("cpu"), shard=shard).parameters
-    assert weight_bytes(config, dtype, shard=shard) == sum(one.nbytes for one in held.values())
+    held = WeightBuilder(shard, dtype, torch.device("cpu")).load(folder).parameters
+    estimated = WeightBuilder(shard, dtype, META).weights.nbytes
+    assert estimated == sum(one.nbytes for one in held.values())
     assert run("doctor", "--base", str(folder), "--memory", "80", "--ranks", "2") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "on each of 2 ranks" in said

@@ -8,8 +8,9 @@ import torch
 
 from engine.families import FAMILIES
 from engine.model_config import read_model_config
+from engine.parallel.shards import Shard
 from engine.tools.random_base import RandomShape, write_random_base
-from engine.weights import load_weights, random_weights
+from engine.weights import WeightBuilder
 
 SHAPE = RandomShape(
     architecture="Qwen3ForCausalLM",
@@ -34,7 +35,9 @@ def test_random_base_is_read_by_the_engine_and_is_the_same_every_time(tmp_path: 
     for name in ("one", "two"):
         write_random_base(SHAPE, source, tmp_path / name, seed=3)
     config = read_model_config(tmp_path / "one")
-    weights = load_weights(tmp_path / "one", config, torch.float32, torch.device("cpu"))
+    weights = WeightBuilder(Shard(config), torch.float32, torch.device("cpu")).load(
+        tmp_path / "one"
+    )
     assert weights.embedding.shape == (96, 32)
     assert (tmp_path / "one" / "tokenizer.json").read_text() == "{}"
     for name in ("model.safetensors", "config.json"):
@@ -57,8 +60,8 @@ def test_norms_of_a_random_base_are_one_in_every_family(architecture: str, tmp_p
         replace(SHAPE, architecture=architecture), tokenizer_folder(tmp_path / "source"), folder
     )
     config = read_model_config(folder)
-    read = load_weights(folder, config, torch.float32, torch.device("cpu"))
-    dummy = random_weights(config, torch.float32, torch.device("cpu"))
+    read = WeightBuilder(Shard(config), torch.float32, torch.device("cpu")).load(folder)
+    dummy = WeightBuilder(Shard(config), torch.float32, torch.device("cpu")).fill_randomly()
     for weights in (read, dummy):
         layer = weights.layers[1]
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)

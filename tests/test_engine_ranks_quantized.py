@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from engine.checks.fit import estimate_fit, weight_bytes
+from engine.checks.fit import estimate_fit
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import UnsupportedModelError
@@ -19,7 +19,7 @@ from engine.int4_forms import Int4Forms, resolve_int4
 from engine.model_config import read_model_config
 from engine.parallel.shards import Shard
 from engine.types import Request, SamplingParams
-from engine.weights import Weights, load_weights
+from engine.weights import WeightBuilder, Weights
 from kernels.e4m3 import E4m3Rows
 from kernels.int4 import Int4Rows
 from lora.errors import AdapterTooLargeError
@@ -78,18 +78,18 @@ def _load(folder: Path, *, is_fp8: bool, size: int = 2) -> tuple[Weights, list[W
             str(folder), "", quantization="auto", tensor_parallel_size=count, dtype="bfloat16"
         )
         forms.append({} if is_fp8 else resolve_int4(asked, config, torch.bfloat16, (9, 0)))
-    whole = load_weights(folder, config, torch.float32, CPU, is_fp8=is_fp8, int4=forms[0])
+    whole = WeightBuilder(Shard(config), torch.float32, CPU, is_fp8=is_fp8, int4=forms[0]).load(
+        folder
+    )
     parts = []
     for rank in range(size):
         shard = Shard(config, rank, size)
-        part = load_weights(
-            folder, config, torch.float32, CPU, is_fp8=is_fp8, int4=forms[1], shard=shard
-        )
+        part = WeightBuilder(shard, torch.float32, CPU, is_fp8=is_fp8, int4=forms[1]).load(folder)
         if not any(one.has_order for one in forms[1].values()):  # which several modules share
             held = sum(one.nbytes for one in part.parameters.values())
-            assert held == weight_bytes(
-                config, torch.float32, is_fp8=is_fp8, int4=forms[1], shard=shard
-            )
+            meta = torch.device("meta")
+            shapes = WeightBuilder(shard, torch.float32, meta, is_fp8=is_fp8, int4=forms[1])
+            assert held == shapes.weights.nbytes
         parts.append(part)
     return whole, parts, forms[1]
 
@@ -153,7 +153,11 @@ def test_a_rank_quantises_its_part_of_a_row_with_a_scale_of_its_own(tmp_path: Pa
         if not name.endswith("down_proj.weight"):
             continue
         found = [part.parameters[name] for part in parts]
-        exact = load_weights(folder, read_model_config(folder), torch.float32, CPU).parameters[name]
+        exact = (
+            WeightBuilder(Shard(read_model_config(folder)), torch.float32, CPU)
+            .load(folder)
+            .parameters[name]
+        )
         joined = torch.cat([one.float() for one in found], dim=1)
         assert not torch.equal(joined, matrix.float())
         off, whole_off = ((one.float() - exact.float()).norm() for one in (joined, matrix))

@@ -13,7 +13,7 @@ from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModelError
 from engine.model_config import read_model_config
 from engine.parallel.shards import Shard
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from tests.engine_helpers import make_base, random_prompt
 from tests.family_bases import (
     CPU,
@@ -84,7 +84,7 @@ def test_a_rank_reads_its_part_only(is_tied: bool, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.weights.Checkpoint", Counted)
         held = [
-            load_weights(base, config, torch.float32, CPU, shard=Shard(config, rank, 2))
+            WeightBuilder(Shard(config, rank, 2), torch.float32, CPU).load(base)
             for rank in range(2)
         ]
     for weights, checkpoint in zip(held, read, strict=True):

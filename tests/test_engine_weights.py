@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint import base_reader
 from engine.errors import UnsupportedModelError
 from engine.model_config import read_model_config
+from engine.parallel.shards import Shard
 from engine.weight_files import INDEX_FILE, SINGLE_FILE
-from engine.weights import Weights, load_weights
+from engine.weights import WeightBuilder, Weights
 from tests.engine_helpers import load_hf, make_base
 
 Tensors = dict[str, torch.Tensor]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
-    return load_weights(folder, read_model_config(folder), dtype, torch.device("cpu"))
+    return WeightBuilder(Shard(read_model_config(folder)), dtype, torch.device("cpu")).load(folder)
 
 
 def change(folder: Path, edit: Callable[[Tensors], object]) -> Path:

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.model_config import read_model_config
+from engine.parallel.shards import Shard
 from engine.resolved import resolve_fp8
 from engine.types import Request
-from engine.weights import Weights, load_weights, random_weights
+from engine.weights import WeightBuilder, Weights
 from kernels.e4m3 import E4m3Rows, quantize_rows
 from kernels.linear import linear
 from lora.dora import dora_gains
@@ -44,7 +45,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, *, is_fp8: bool = True) -> Weights:
-    return load_weights(folder, read_model_config(folder), dtype, CPU, is_fp8=is_fp8)
+    return WeightBuilder(Shard(read_model_config(folder)), dtype, CPU, is_fp8=is_fp8).load(folder)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -124,8 +125,8 @@ def test_each_matrix_of_the_layers_is_quantised_as_it_is_read(tmp_path: Path, fa
 
 def test_random_weights_are_those_of_the_other_type_quantised(tmp_path: Path) -> None:
     config = read_model_config(make_base(tmp_path / "base"))
-    plain = random_weights(config, torch.bfloat16, CPU)
-    weights = random_weights(config, torch.bfloat16, CPU, is_fp8=True)
+    plain = WeightBuilder(Shard(config), torch.bfloat16, CPU).fill_randomly()
+    weights = WeightBuilder(Shard(config), torch.bfloat16, CPU, is_fp8=True).fill_randomly()
     for before, after in zip(plain.layers, weights.layers, strict=True):
         assert torch.equal(fp8(after.qkv).values.double(), scheme(before.qkv)[0])  # type: ignore[arg-type]
         assert torch.equal(fp8(after.down).values.double(), scheme(before.down)[0])  # type: ignore[arg-type]

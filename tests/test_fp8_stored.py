@@ -11,9 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from engine.model_config import read_model_config
+from engine.parallel.shards import Shard
 from engine.types import Request
 from engine.weight_files import SINGLE_FILE
-from engine.weights import Weights, load_weights
+from engine.weights import WeightBuilder, Weights
 from kernels.e4m3 import E4M3, E4m3Rows
 from lora.module_names import canonical, is_of_other_part
 from tests.engine_agreement import PARAMS, make_engine, run_all
@@ -44,7 +45,9 @@ def write_stored(folder: Path, family: str, name: str) -> tuple[Path, Path]:
 
 
 def load(folder: Path) -> Weights:
-    return load_weights(folder, read_model_config(folder), torch.bfloat16, CPU, is_fp8=True)
+    return WeightBuilder(Shard(read_model_config(folder)), torch.bfloat16, CPU, is_fp8=True).load(
+        folder
+    )
 
 
 def matrices(weights: Weights) -> dict[str, E4m3Rows]:

@@ -16,9 +16,10 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.int4_forms import likely_forms, possible_forms, resolve_int4, stored_forms
 from engine.model_config import ModelConfig, read_model_config
+from engine.parallel.shards import Shard
 from engine.types import Request
 from engine.weight_files import SINGLE_FILE
-from engine.weights import Weights, load_weights, random_weights
+from engine.weights import WeightBuilder, Weights
 from kernels.int4 import Int4Format, Int4Rows, empty_int4, nearest
 from kernels.linear import linear
 from lora.dora import dora_gains
@@ -56,7 +57,7 @@ FORMS = {
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Weights]:
     config = read_model_config(folder)
     forms, _ = stored_forms(config, Checkpoint(folder, config))
-    return config, load_weights(folder, config, dtype, CPU, int4=forms)
+    return config, WeightBuilder(Shard(config), dtype, CPU, int4=forms).load(folder)
 
 
 def int4(matrix: object) -> Int4Rows:
@@ -164,7 +165,10 @@ def test_matrices_whose_parts_differ_are_dequantized_with_the_reason(
     assert "2 of 8 matrices of the layers are dequantized" in caplog.text
     assert "q_proj, k_proj, v_proj sort their columns differently" in caplog.text
     assert "down_proj: its scales are F32" in caplog.text
-    weights, wanted = load_weights(folder, config, torch.float32, CPU, int4=forms), read_all(folder)
+    weights, wanted = (
+        WeightBuilder(Shard(config), torch.float32, CPU, int4=forms).load(folder),
+        read_all(folder),
+    )
     for module, parameter in weights.parameters.items():
         wide = parameter if isinstance(parameter, torch.Tensor) else parameter.float()
         assert torch.equal(wide, wanted[module])
@@ -178,8 +182,8 @@ def test_random_weights_are_those_of_the_other_type_in_4_bits(tmp_path: Path) ->
     config = read_model_config(folder)
     forms = likely_forms(config)
     assert set(forms.values()) == {FORMS["awq"]}
-    plain = random_weights(config, torch.bfloat16, CPU)
-    weights = random_weights(config, torch.bfloat16, CPU, int4=forms)
+    plain = WeightBuilder(Shard(config), torch.bfloat16, CPU).fill_randomly()
+    weights = WeightBuilder(Shard(config), torch.bfloat16, CPU, int4=forms).fill_randomly()
     for before, after in zip(plain.layers, weights.layers, strict=True):
         wanted = nearest(before.down, 64, torch.float16).float(64)  # type: ignore[arg-type]
         assert torch.equal(int4(after.down).float(), wanted)

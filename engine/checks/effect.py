@@ -30,8 +30,9 @@ from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes, peak_of
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.parallel.shards import Shard
 from engine.weight_shapes import expected_shapes
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from kernels.backend import reference_only
 from lora.adapter import Adapter, TensorMatch, match_tensors
 from lora.errors import AdapterError
@@ -153,7 +154,7 @@ def _probe(
     if not plan.fits:
         raise EngineMemoryError(f"the base cannot be run here: {plan.words()}")
     whole = complete_prompts(cut_prompts(prompts, config), adapter, prompt_limit(config))
-    weights = load_weights(base_folder, config, pool.dtype, pool.device)
+    weights = WeightBuilder(Shard(config), pool.dtype, pool.device).load(base_folder)
     probe = Probe(Model(config, weights, config.usual_len), pool)
     logits = probe.compare(adapter.digest, whole, adapter.invocation)
     return logits, base_norms(weights, lora_sites(config))

@@ -8,7 +8,6 @@ RESERVED_BYTES stand for it here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from engine.device_memory import page_layout
 from engine.devices import describe_devices
 from engine.host_memory import available_bytes
 from engine.int4_forms import (
-    NO_INT4,
     Int4Forms,
     describe_reasons,
     resolve_int4,
@@ -33,7 +31,7 @@ from engine.memory_plan import GIB, default_adapter_pool_bytes
 from engine.model_config import ModelConfig, read_model_config
 from engine.parallel.shards import Shard
 from engine.resolved import resolve_fp8, resolve_kv_dtype
-from engine.weight_shapes import is_matrix, is_norm, layer_matrices
+from engine.weights import WeightBuilder
 from kernels.backend import Capability
 from kernels.int4_linear import MAX_MID_ROWS
 
@@ -112,7 +110,8 @@ def estimate_fit(
     kv_dtype = resolve_kv_dtype(meant, dtype, capability)
     is_fp8 = resolve_fp8(meant, shard.config, dtype, capability)
     int4 = resolve_int4(meant, config, dtype, capability)
-    weights = weight_bytes(config, dtype, is_fp8=is_fp8, int4=int4, shard=shard)
+    meta = torch.device("meta")  # shapes alone
+    weights = WeightBuilder(shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights.nbytes
     page = page_layout(meant, shard.sites(), dtype).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
     pool = default_adapter_pool_bytes(
@@ -158,36 +157,6 @@ def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_
     uncommitted = num_uncommitted(_CONFIG.max_num_batched_tokens, runs_ahead=runs_ahead)
     num_blocks = num_bytes // block_bytes(config, layout, dtype) - layout.num_null_blocks
     return layout.num_tokens(max(0, num_blocks), uncommitted, length)
-
-
-def weight_bytes(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    is_fp8: bool = False,
-    int4: Int4Forms = NO_INT4,
-    shard: Shard | None = None,
-) -> int:
-    """Returns the bytes of all weights, or of a rank's, in memory; norms of some families are in
-    float32. `is_fp8`, `int4`: as for `load_weights`."""
-    is_wide = config.family.has_wide_norms
-    shapes = (shard or Shard(config)).shapes()
-    total = 0
-    for index in range(config.num_layers):
-        for names in layer_matrices(config, index).values():
-            form = int4.get(names[0])
-            if form is not None:
-                height = sum(shapes[name][0] for name in names)
-                total += form.num_bytes(height, shapes[names[0]][1])
-                for name in names:
-                    del shapes[name]
-    for name, shape in shapes.items():
-        if is_fp8 and is_matrix(name):
-            total += math.prod(shape) + 4 * shape[0]  # e4m3, and a scale for each row
-        else:
-            size = 4 if is_wide and is_norm(name) else dtype.itemsize
-            total += math.prod(shape) * size
-    return total
 
 
 def _stored_as(config: ModelConfig, checkpoint: Checkpoint) -> str:

@@ -21,8 +21,9 @@ from engine.errors import EngineMemoryError, ParityError
 from engine.host_memory import available_bytes
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.parallel.shards import Shard
 from engine.weight_files import num_stored_parameters
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from kernels.backend import reference_only
 from lora.adapter import WEIGHTS_FILE, Adapter
 from lora.page_image import PageLayout
@@ -123,7 +124,7 @@ def _engine_logits(
     pool.insert(pool.pack(adapter))
     while not pool.acquire(adapter.digest):
         pool.wait_pending()
-    weights = load_weights(base_folder, config, torch.float32, cpu)
+    weights = WeightBuilder(Shard(config), torch.float32, cpu).load(base_folder)
     model = Model(config, weights, config.usual_len)
     run = Probe(model, pool).run(requests(prompts, adapter.digest, adapter.invocation))
     return torch.cat(list(run()))

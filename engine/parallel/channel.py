@@ -13,10 +13,11 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,6 +31,15 @@ _SEND_S = 10.0  # a peer that reads nothing for so long hangs
 _PAGE = mmap.PAGESIZE
 _KEY_INTS = 512  # for the adapter keys of each sequence of a step: 4 KiB
 _BEATS_BYTES = _PAGE
+
+
+def _array(_: type, stored: tuple[list[int], bytes]) -> Ints:
+    shape, numbers = stored
+    return np.frombuffer(numbers, dtype=np.int64).reshape(shape).copy()  # to be written to
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda array: (array.shape, array.tobytes())).encode
+_decode = msgspec.msgpack.Decoder(StepArrays, dec_hook=_array).decode
 
 
 class Link:
@@ -133,10 +143,16 @@ class StepSegment:
         return self._shared.file
 
     def write(self, slot: int, step: StepArrays) -> None:
-        write_step(self._slots[slot], step)
+        """Raises ValueError if there is no room."""
+        text, room = _encode(step), self._slots[slot].view(np.uint8)
+        if 8 + len(text) > len(room):
+            raise ValueError(f"a step of {len(text)} bytes does not fit {self.slot_ints} integers")
+        self._slots[slot][0] = len(text)
+        room[8 : 8 + len(text)] = np.frombuffer(text, dtype=np.uint8)
 
     def read(self, slot: int) -> StepArrays:
-        return read_step(self._slots[slot])
+        size = int(self._slots[slot][0])
+        return _decode(self._slots[slot].view(np.uint8)[8 : 8 + size].tobytes())
 
     def write_words(self, slot: int, words: Words) -> None:
         """Raises ValueError if there is no room."""
@@ -157,74 +173,3 @@ def slot_size(max_tokens: int, limits: StepLimits) -> int:
     of_sequence = 10 + limits.num_tables * limits.max_blocks + _KEY_INTS
     arrays = 3 * max_tokens + limits.max_seqs * of_sequence + 64
     return max(arrays, -(-max_words(max_tokens, limits) // 2))
-
-
-def write_step(slot: Ints, step: StepArrays) -> None:
-    """Writes counts, then arrays. Raises ValueError if there is no room."""
-    keys = sorted({key for key, _ in step.runs if key is not None})
-    text = json.dumps(keys).encode()
-    text += b" " * (-len(text) % 8)
-    counts = [
-        len(step.token_ids),
-        len(step.kv_lens),
-        len(step.logit_rows),
-        step.num_samples,
-        len(step.prompt_rows),
-        len(step.runs),
-        len(text) // 8,
-        *(table.shape[1] for table in step.tables),
-    ]
-    owners = [-1 if key is None else keys.index(key) for key, _ in step.runs]
-    lists: list[Sequence[int]] = [
-        step.query_start,
-        step.kv_lens,
-        step.logit_rows,
-        step.prompt_rows,
-        owners,
-        [count for _, count in step.runs],
-    ]
-    parts: list[Ints] = [
-        np.array([len(counts), *counts], dtype=np.int64),
-        step.token_ids,
-        step.positions,
-        *(np.array(one, dtype=np.int64) for one in lists),
-        np.frombuffer(text, dtype=np.int64),
-        *(table.ravel() for table in step.tables),
-    ]
-    if sum(map(len, parts)) > len(slot):
-        raise ValueError(f"a step of {counts} does not fit {len(slot)} integers")
-    begin = 0
-    for part in parts:
-        slot[begin : begin + len(part)] = part
-        begin += len(part)
-
-
-def read_step(slot: Ints) -> StepArrays:
-    begin = int(slot[0]) + 1
-    tokens, seqs, rows, num_samples, prompts, runs, text, *widths = slot[1:begin].tolist()
-
-    def take(count: int) -> Ints:
-        nonlocal begin
-        begin += count
-        return slot[begin - count : begin].copy()  # the slot is written again
-
-    token_ids, positions = take(tokens), take(tokens)
-    query_start, kv_lens = take(seqs + 1).tolist(), take(seqs).tolist()
-    logit_rows, prompt_rows = take(rows).tolist(), take(prompts).tolist()
-    owners, lengths = take(runs).tolist(), take(runs).tolist()
-    keys = json.loads(take(text).tobytes())
-    tables = tuple(take(seqs * width).reshape(seqs, width) for width in widths)
-    return StepArrays(
-        token_ids=token_ids,
-        positions=positions,
-        query_start=query_start,
-        kv_lens=kv_lens,
-        tables=tables,
-        logit_rows=tuple(logit_rows),
-        num_samples=num_samples,
-        prompt_rows=tuple(prompt_rows),
-        runs=tuple(
-            (None if owner < 0 else keys[owner], length)
-            for owner, length in zip(owners, lengths, strict=True)
-        ),
-    )

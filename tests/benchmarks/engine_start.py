@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-import engine.runner
 from engine.config import EngineConfig
 from engine.factory import open_engine
 from engine.service import AsyncEngine
+from engine.weights import WeightBuilder
 
 _FILE = "engine_start.json"
-_LOADERS = ("load_weights", "random_weights")
+_LOADERS = ("load", "fill_randomly")  # of WeightBuilder
 
 
 def open_timed_engine(config: EngineConfig) -> AsyncEngine:
@@ -34,7 +34,7 @@ def open_timed_engine(config: EngineConfig) -> AsyncEngine:
             wrapped.enter_context(_timed(name, weights_s))
         opened = open_engine(config)
     if not weights_s:
-        raise RuntimeError(f"none of {', '.join(_LOADERS)} in engine.runner loaded the weights")
+        raise RuntimeError(f"none of {', '.join(_LOADERS)} of WeightBuilder loaded the weights")
     note = {"weights_s": sum(weights_s), "open_s": time.perf_counter() - began_s}
     path = Path(os.environ["LORAPLEX_HOME"]) / _FILE
     path.write_text(json.dumps(note))
@@ -51,7 +51,7 @@ def take_note(home: Path) -> dict[str, float]:
 
 @contextmanager
 def _timed(name: str, seconds: list[float]) -> Iterator[None]:
-    original: Callable[..., Any] = getattr(engine.runner, name)
+    original: Callable[..., Any] = getattr(WeightBuilder, name)
 
     def load(*arguments: object, **options: object) -> object:
         began_s = time.perf_counter()
@@ -61,8 +61,8 @@ def _timed(name: str, seconds: list[float]) -> Iterator[None]:
         seconds.append(time.perf_counter() - began_s)
         return weights
 
-    setattr(engine.runner, name, load)
+    setattr(WeightBuilder, name, load)
     try:
         yield
     finally:
-        setattr(engine.runner, name, original)
+        setattr(WeightBuilder, name, original)

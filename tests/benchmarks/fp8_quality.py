@@ -22,8 +22,9 @@ from engine.config import EngineConfig
 from engine.factory import open_engine
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
+from engine.parallel.shards import Shard
 from engine.types import Request, SamplingParams
-from engine.weights import load_weights
+from engine.weights import WeightBuilder
 from kernels.backend import reference_only
 from kernels.e4m3 import E4M3
 from lora.adapter import read_adapter
@@ -152,7 +153,8 @@ def main() -> None:
     with reference_only():
         pool = make_pool(config, dtype, device)
         weights = (
-            load_weights(folder, config, dtype, device, is_fp8=is_fp8) for is_fp8 in (False, True)
+            WeightBuilder(Shard(config), dtype, device, is_fp8=is_fp8).load(folder)
+            for is_fp8 in (False, True)
         )
         models = [Model(config, one, config.usual_len) for one in weights]
         plain, fp8 = (Probe(one, pool) for one in models)

@@ -19,7 +19,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
@@ -36,7 +36,7 @@ from engine.stored_weights import (
     prepare,
     row_scales,
 )
-from engine.weight_files import weight_files
+from engine.weight_files import StoredTensor, stored_tensors, weight_files
 from engine.weight_shapes import expected_shapes
 from kernels.int4 import Int4Format, Integers
 from lora.module_names import canonical, is_of_other_part
@@ -65,24 +65,13 @@ _WHOLE = Cut()
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor of the files."""
-
-    path: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors names it
-    order: int  # among the tensors of its file
-
-
-@dataclass(frozen=True, slots=True)
 class _Weight:
     """A quantized weight: its scheme, its shape [out, in], and its parts by their names below the
     module."""
 
     scheme: Scheme
     shape: tuple[int, int]
-    parts: Mapping[str, _Entry]
+    parts: Mapping[str, StoredTensor]
 
 
 class Checkpoint:
@@ -90,10 +79,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._config = config
-        self._plain: dict[str, _Entry] = {}
+        self._plain: dict[str, StoredTensor] = {}
         self._quantized: dict[str, _Weight] = {}  # by the name of the weight
         self._open: tuple[Path, safe_open] | None = None  # one file: its pages can be dropped
-        entries = self._read_headers(weight_files(folder))
+        entries = self._read_headers(folder)
         self.num_bytes = sum(path.stat().st_size for path in weight_files(folder))
         self.num_bytes_read = 0  # of tensors and of their slices
         self._sort(entries)
@@ -189,7 +178,7 @@ class Checkpoint:
             found = integers_of(scheme, weight.shape[1], parts, rows, order, has_zeros)
             yield place, found.rows(own)
 
-    def _plain_parts(self, entry: _Entry, cut: Cut) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _plain_parts(self, entry: StoredTensor, cut: Cut) -> Iterator[tuple[slice, torch.Tensor]]:
         if cut.rows is None and cut.columns is None:
             yield slice(None), self._read(entry)
             return
@@ -212,7 +201,7 @@ class Checkpoint:
         return prepare(weight.scheme, weight.shape, parts)
 
     def _read(
-        self, entry: _Entry, rows: slice | None = None, columns: tuple[int, int] | None = None
+        self, entry: StoredTensor, rows: slice | None = None, columns: tuple[int, int] | None = None
     ) -> torch.Tensor:
         """Reads a tensor, or some rows and columns of one."""
         if self._open is None or self._open[0] != entry.path:
@@ -229,26 +218,18 @@ class Checkpoint:
         self.num_bytes_read += tensor.nbytes
         return tensor
 
-    def _read_headers(self, files: list[Path]) -> dict[str, _Entry]:
+    def _read_headers(self, folder: Path) -> dict[str, StoredTensor]:
         """Returns the tensors of all files by their names in a model of text."""
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, StoredTensor] = {}
         num_others = 0
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for order, key in enumerate(file.keys()):
-                        name = self._known_name(key)
-                        num_others += self._config.is_text_part and is_of_other_part(key)
-                        if name is None:
-                            continue
-                        if name in entries:
-                            other = entries[name].path.name
-                            raise UnsupportedModelError(f"{name} is in {other} and again")
-                        view = file.get_slice(key)
-                        shape = tuple(view.get_shape())
-                        entries[name] = _Entry(path, key, shape, view.get_dtype(), order)
-            except (SafetensorError, OSError) as error:
-                raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
+        for stored in stored_tensors(folder):
+            name = self._known_name(stored.key)
+            num_others += self._config.is_text_part and is_of_other_part(stored.key)
+            if name is None:
+                continue
+            if name in entries:
+                raise UnsupportedModelError(f"{name} is in {entries[name].path.name} and again")
+            entries[name] = stored
         if num_others:
             logger.info("%d tensors of the part for images are left unread", num_others)
         return entries
@@ -268,7 +249,7 @@ class Checkpoint:
             return None
         return name
 
-    def _sort(self, entries: dict[str, _Entry]) -> None:
+    def _sort(self, entries: dict[str, StoredTensor]) -> None:
         """Finds the form of each expected tensor among the entries, which are used up."""
         by_module: dict[str, set[str]] = {}
         for name in entries:
@@ -306,7 +287,7 @@ class Checkpoint:
         return None if quantization is None else quantization.scheme_of(module)
 
     def _take(
-        self, module: str, scheme: Scheme, shape: tuple[int, ...], entries: dict[str, _Entry]
+        self, module: str, scheme: Scheme, shape: tuple[int, ...], entries: dict[str, StoredTensor]
     ) -> _Weight:
         """Takes the parts of a quantized weight out of the entries, checked."""
         rows, columns = shape
@@ -314,7 +295,7 @@ class Checkpoint:
         present = {name.removeprefix(prefix) for name in entries if name.startswith(prefix)}
         try:
             wanted = parts_of(scheme, (rows, columns), present)
-            found: dict[str, _Entry] = {}
+            found: dict[str, StoredTensor] = {}
             for name, part in wanted.items():
                 entry = entries.pop(prefix + name, None)
                 if entry is not None:
@@ -332,7 +313,7 @@ class Checkpoint:
         return _Weight(scheme, (rows, columns), found)
 
     def _take_empty_bias(
-        self, module: str, expected: Mapping[str, object], entries: dict[str, _Entry]
+        self, module: str, expected: Mapping[str, object], entries: dict[str, StoredTensor]
     ) -> None:
         """Drops a bias of zeros, which tools store beside quantized weights of models that have
         none."""
@@ -378,7 +359,7 @@ def base_reader(folder: Path, config: ModelConfig) -> Callable[[str], torch.Tens
     return base
 
 
-def _check(entry: _Entry, part: Part) -> None:
+def _check(entry: StoredTensor, part: Part) -> None:
     if part.shapes and entry.shape not in part.shapes:
         shapes = " or ".join(str(list(shape)) for shape in part.shapes)
         raise UnsupportedModelError(

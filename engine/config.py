@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.types import SpeculationMode
+from kernels.exchange_environment import EXCHANGE_ENVIRONMENT
 
 QuantizationSetting = Literal["auto", "none", "fp8", "int4"]
 KVCacheDtype = Literal["auto", "fp8"]
@@ -72,3 +73,9 @@ class EngineConfig:
     kernel_cache_dir: str | None = None
     seed: int = 0  # source of the seeds of requests without one
     num_threads: int | None = None  # CPU: torch threads; None: the usable cores
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables to be set before torch is imported, which the other ranks inherit."""
+        has_exchanges = self.tensor_parallel_size > 1 and self.device != "cpu"
+        return dict(EXCHANGE_ENVIRONMENT) if has_exchanges else {}

@@ -102,12 +102,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterBudgets:
-    pool_bytes: int
-    host_bytes: int
-
-
 def page_layout(config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype) -> PageLayout:
     """Returns the layout of this configuration's adapters. Raises UnsupportedModelError if
     `lora_dtype` does not suit the sites; `engine.rank` has it do so before anything is loaded."""
@@ -126,8 +120,9 @@ def adapter_budgets(
     dtype: torch.dtype,
     device: torch.device,
     weights: int,  # bytes on the device
-) -> AdapterBudgets:
-    """Returns the configured budgets, or defaults from the memory of this machine."""
+) -> tuple[int, int]:
+    """Returns the configured bytes on the device and on the host, or defaults from the memory of
+    this machine."""
     pool = config.adapter_pool_bytes
     if pool is None and device.type == "cpu":
         pool = _CPU_POOL_BYTES
@@ -142,7 +137,7 @@ def adapter_budgets(
     if host is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         host = default_adapter_host_bytes(pool_bytes=pool, memory_bytes=memory)
-    return AdapterBudgets(pool, host)
+    return pool, host
 
 
 def outside_bytes(device: torch.device) -> int:

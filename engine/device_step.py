@@ -31,7 +31,7 @@ from engine.masks import Masks
 from engine.model import Model
 from engine.parallel.group import Group
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from engine.prompt_logprobs import run_prompt_logits, with_prompt_logprobs
+from engine.prompt_logprobs import completed, find_prompt_logprobs, run_prompt_logits
 from engine.sampler import by_sequence, change_logits_, changes_logits, draws_late, upload
 from engine.step_buffers import Words
 from engine.step_draws import Drawn, Logprobs, drawn_rows
@@ -343,12 +343,14 @@ class DeviceSteps:
         samples = by_sequence(batch, answer)
         if prompts is None:
             return tuple(samples)
-        inputs, hidden = prompts.inputs, prompts.hidden
         together: AbstractContextManager[object] = nullcontext()
         if self._group is not None:
             together = self._group.together({"do": "prompts", "number": prompts.number})
         with together:
-            return with_prompt_logprobs(batch, samples, inputs, hidden, self._model, self._pool)
+            found = find_prompt_logprobs(
+                batch, prompts.inputs, prompts.hidden, self._model, self._pool
+            )
+            return completed(samples, found)
 
     def _run_static(self, key: GraphKey) -> torch.Tensor:
         inputs, sampling = self._decode.for_graph(key.size, key.lora)

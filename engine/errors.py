@@ -13,6 +13,8 @@ EngineError
 
 from __future__ import annotations
 
+from lora.errors import AdapterError, HostMemoryError
+
 # The beginnings of a TokenOutput's errors for which the request's grammar is the cause; the reason
 # follows.
 REFUSED_GRAMMAR = "the grammar cannot be compiled: "
@@ -59,3 +61,8 @@ class EngineMemoryError(EngineError):
 
 class EngineDeadError(EngineError):
     pass
+
+
+# The errors that refuse an adapter: bad files, or too little room for good files.
+REFUSALS: tuple[type[Exception], ...] = (UnsupportedModelError, AdapterError)
+NO_ROOM: tuple[type[Exception], ...] = (HostMemoryError,)  # now; room returns as requests end

@@ -24,7 +24,7 @@ from engine.json_values import (
 from engine.quantization import Quantization, parse_quantization
 from engine.rope import RopeConfig
 from engine.rope_config import parse_ropes, rotary_layers
-from engine.weight_files import tensor_names
+from engine.weight_files import stored_tensors
 from lora.module_names import canonical
 from lora.sites import Site, Slice
 
@@ -90,7 +90,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     if config.is_text_part and raw.get("tie_word_embeddings") is not False:
         # The classes tie by default, whatever text_config has, also for checkpoints with a head:
         # Hugging Face then uses both.
-        names = map(canonical, tensor_names(folder))
+        names = (canonical(tensor.key) for tensor in stored_tensors(folder))
         has_head = any(name.startswith("lm_head.") for name in names)
         return replace(config, ties_embeddings=not has_head)
     return config

@@ -16,18 +16,6 @@ Found = tuple[TokenLogprobs, ...] | None  # of one sequence; None: its logits ar
 _ROWS = 128  # prompt rows whose logits exist at a time: 25 MB for a vocabulary of 49152
 
 
-def with_prompt_logprobs(
-    batch: ScheduledBatch,
-    samples: Sequence[Sample],
-    inputs: ForwardInputs,
-    hidden: torch.Tensor,  # [rows whose logits are requested, H]
-    model: Model,
-    pool: AdapterPool,
-) -> tuple[Sample, ...]:
-    """Returns the samples, completed for the sequences that request them."""
-    return completed(samples, find_prompt_logprobs(batch, inputs, hidden, model, pool))
-
-
 def find_prompt_logprobs(
     batch: ScheduledBatch,
     inputs: ForwardInputs,

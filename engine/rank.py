@@ -7,6 +7,7 @@ are measured and captured have exchanges.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +48,7 @@ from engine.resolved import (
 )
 from engine.step_inputs import StepLimits
 from engine.types import Sample, ScheduledBatch
+from engine.warm_up import prepare_kernels
 from engine.weights import WeightBuilder
 from kernels.collective import SOLO, Collective
 from kernels.compilations import load_kernels
@@ -109,6 +111,18 @@ class Rank:
             self.weights = builder.fill_randomly() if is_dummy else builder.load(self.folder)
         if self.is_cuda:
             self.weight_bytes = allocated_bytes(self.device) - held
+
+    def prepare_kernels(self, stop: threading.Event | None = None) -> frozenset[KernelCall]:
+        """Returns the kernels of the steps, none without Triton, after those that the cache lacks
+        are compiled. After `stop` is set, it ends soon."""
+        if not self.uses_triton:
+            return frozenset()
+        assert self.capability is not None
+        whole, length, int4 = self.shard.whole, self.max_model_len, (self.int4,)
+        prepared = prepare_kernels(
+            self.config, whole, self.dtype, length, self.capability, int4, stop
+        )
+        return prepared.calls
 
     def meet(self, store: Path) -> Collective:
         """Returns the exchanges with the other ranks, which name the same file."""

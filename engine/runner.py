@@ -40,7 +40,7 @@ from engine.parallel.channel import slot_size
 from engine.parallel.group import Group
 from engine.rank import Rank, run_step
 from engine.types import LaunchedStep, Sample, ScheduledBatch
-from engine.warm_up import PreparedKernels, prepare_kernels, run_warm_up
+from engine.warm_up import run_warm_up
 from kernels.collective import SOLO
 from kernels.compilations import num_late_compilations, watch_compilations
 from kernels.kernel_call import KernelCall
@@ -75,7 +75,6 @@ class ModelRunner:
         self.device, self.dtype = rank.device, rank.dtype
         self.model_config: ModelConfig = rank.shard.whole
         self.max_model_len, self.kv_layout = rank.max_model_len, rank.layout
-        self._int4 = rank.int4
         self._max_lora_rank = config.max_lora_rank
         self._sites = self._shard.sites()
         self._whole_sites = lora_sites(self.model_config)  # the sites of adapters' files
@@ -111,14 +110,12 @@ class ModelRunner:
     def _open(self, config: EngineConfig) -> None:
         """Loads the base and makes the memory, on this rank and with the others."""
         rank = self._rank
-        calls = self._load(config)
-        self._weights = rank.weights
+        calls = self._load()
         # For the norms of DoRA's rows, which are computed while steps run.
         self._beside = torch.cuda.Stream(self.device) if rank.is_cuda else None  # type: ignore[no-untyped-call]
         rank.open_model(SOLO if self.group is None else self.group.meet(rank.meet))
-        self._model = rank.model
         # The files have the whole tensors, of which a rank has parts.
-        self._base_parameter: BaseParameter = self._weights.parameters.get
+        self._base_parameter: BaseParameter = rank.weights.parameters.get
         if self.group is not None:
             self._base_parameter = base_reader(rank.folder, self.model_config)
         self.adapters = self._make_pool(config)
@@ -202,7 +199,7 @@ class ModelRunner:
         last reference."""
         return self.adapters.remove(digest)
 
-    def _load(self, config: EngineConfig) -> frozenset[KernelCall]:
+    def _load(self) -> frozenset[KernelCall]:
         """Loads the weights; for a CUDA device, while a thread lists the kernels and compiles those
         that are missing. Returns the kernels."""
         rank = self._rank
@@ -211,51 +208,38 @@ class ModelRunner:
             return frozenset()
         has_failed = threading.Event()
         with ThreadPoolExecutor(1, "kernels") as thread:
-            kernels = thread.submit(self._prepare_kernels, config, has_failed)
+            kernels = thread.submit(rank.prepare_kernels, has_failed)
             try:
                 rank.load()
-                return kernels.result().calls
+                return kernels.result()
             except BaseException:
                 has_failed.set()  # otherwise the error would wait for all kernels
                 raise
 
-    def _prepare_kernels(self, config: EngineConfig, stop: threading.Event) -> PreparedKernels:
-        assert self._rank.capability is not None
-        return prepare_kernels(
-            config,
-            self.model_config,
-            self.dtype,
-            self.max_model_len,
-            self._rank.capability,
-            (self._int4,),
-            stop,
-        )
-
     def _make_pool(self, config: EngineConfig) -> AdapterPool:
-        budgets = adapter_budgets(
+        self._pool_bytes, host_bytes = adapter_budgets(
             config, self._sites, self.dtype, self.device, self._rank.weight_bytes
         )
-        self._pool_bytes = budgets.pool_bytes
         max_list = -(-self._max_lora_rank // PAGE_ROWS)
         with explain_out_of_memory("making the adapter pool", ("adapter_pool_bytes",)):
             if self.group is not None:
                 return GroupPool(
                     self.group,
                     self._shard,
-                    budgets.pool_bytes,
+                    self._pool_bytes,
                     self.dtype,
                     self.device,
-                    budgets.host_bytes,
+                    host_bytes,
                     max_list,
                     has_affine=config.affine_adapters,
                     is_int8=config.lora_dtype == "int8",
                 )
             return AdapterPool(
                 self._sites,
-                budgets.pool_bytes,
+                self._pool_bytes,
                 self.dtype,
                 self.device,
-                budgets.host_bytes,
+                host_bytes,
                 max_list=max_list,
                 has_affine=config.affine_adapters,
                 is_int8=config.lora_dtype == "int8",

@@ -81,10 +81,14 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Returns the log-probability of each row's token and of its `limit` most likely tokens."""
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    own, ranks, top_ids, top = gather_logprobs(logits, ids, max(limits))
-    rows = zip(
-        token_ids, own.tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), limits, strict=True
-    )
+    return read_logprobs(gather_logprobs(logits, ids, max(limits)), token_ids, limits)
+
+
+def read_logprobs(
+    found: Sequence[torch.Tensor], token_ids: Sequence[int], limits: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Reads the tensors of `gather_logprobs`, on the host if no copy is to be waited for."""
+    rows = zip(token_ids, *(tensor.tolist() for tensor in found), limits, strict=True)
     return [
         TokenLogprobs(
             token_id, logprob, rank, tuple(zip(best[:limit], values[:limit], strict=True))

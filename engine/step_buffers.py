@@ -25,61 +25,68 @@ _PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_position
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
-    start: int
-    size: int
+class BufferSizes:
+    max_tokens: int
+    max_seqs: int
+    max_draws: int
+    max_blocks: int  # per sequence
+    attention_words: int
+    lora_words: int
+    head_words: int
+    num_tables: int = 1  # per sequence
+
+    @property
+    def fields(self) -> dict[str, slice]:
+        """The places of the fields, one behind the other."""
+        sizes = {
+            "head": self.head_words,
+            "seeds": 2 * self.max_draws,  # 64-bit, hence before fields of any number of words
+            **dict.fromkeys(_PER_TOKEN + SLOTS[1 : self.num_tables], self.max_tokens),
+            **dict.fromkeys(_PER_DRAW, self.max_draws),
+            "kv_lens": self.max_seqs,
+            "query_start": self.max_seqs + 1,
+            "attention": self.attention_words,
+            "lora": self.lora_words,
+        }
+        fields: dict[str, slice] = {}
+        start = 0
+        for name, size in sizes.items():
+            fields[name] = slice(start, start + size)
+            start += _aligned(size)
+        return fields
+
+    @property
+    def tables_start(self) -> int:
+        """The place of the tables, behind the fields."""
+        return _aligned(self.fields["lora"].stop)
+
+    @property
+    def num_words(self) -> int:
+        return self.tables_start + self.num_tables * self.max_seqs * self.max_blocks
 
 
 class StepBuffers:
-    def __init__(
-        self,
-        max_tokens: int,
-        max_seqs: int,
-        max_draws: int,
-        max_blocks: int,  # per sequence
-        attention_words: int,
-        lora_words: int,
-        head_words: int,
-        device: torch.device,
-        num_tables: int = 1,  # per sequence
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.max_seqs = max_seqs
-        self.num_tables = num_tables
-        self._fields, self._tables_start = _place(
-            max_tokens, max_seqs, max_draws, attention_words, lora_words, head_words, num_tables
-        )
-        num_words = self._tables_start + num_tables * max_seqs * max_blocks
+    def __init__(self, sizes: BufferSizes, device: torch.device) -> None:
+        self.num_tables = sizes.num_tables
+        self._fields, self._tables_start = sizes.fields, sizes.tables_start
+        num_words = sizes.num_words
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._tables = tuple(
-            torch.zeros((max_seqs, max_blocks), dtype=torch.int32, device=device)
-            for _ in range(num_tables)
+            torch.zeros((sizes.max_seqs, sizes.max_blocks), dtype=torch.int32, device=device)
+            for _ in range(sizes.num_tables)
         )
         pinned = device.type == "cuda"
         self._hosts = [
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
-        self._views = [self._host_views(one.numpy()) for one in self._hosts]
+        # The fields of each: made once, not for each use.
+        self._views = [
+            {name: one.numpy()[place] for name, place in self._fields.items()}
+            for one in self._hosts
+        ]
         self.turn = 0  # the host buffer that is written
         # The ends of the copies from the two; None: there was none yet, or no device.
         self._sent: list[torch.cuda.Event | None] = [None, None]
-
-    @staticmethod
-    def num_words(
-        max_tokens: int,
-        max_seqs: int,
-        max_draws: int,
-        max_blocks: int,
-        attention_words: int,
-        lora_words: int,
-        head_words: int,
-        num_tables: int = 1,
-    ) -> int:
-        """Returns the words of buffers of these sizes."""
-        _, tables_start = _place(
-            max_tokens, max_seqs, max_draws, attention_words, lora_words, head_words, num_tables
-        )
-        return tables_start + num_tables * max_seqs * max_blocks
 
     def begin(self) -> None:
         """Begins a new step on the host. Waits until the step before last was copied, which it is
@@ -107,8 +114,7 @@ class StepBuffers:
         return flat[:size].reshape(num_rows, width)
 
     def device(self, name: str) -> torch.Tensor:
-        field = self._fields[name]
-        return self._device[field.start : field.start + field.size]
+        return self._device[self._fields[name]]
 
     def device_floats(self, name: str) -> torch.Tensor:
         return self.device(name).view(torch.float32)
@@ -142,41 +148,10 @@ class StepBuffers:
         for table, entries in zip(self._tables, packed.unbind(), strict=True):
             table[:num_rows, :width].copy_(entries)
 
-    def _host_views(self, words: Words) -> dict[str, Words]:
-        """Returns the fields of one of the host's buffers: made once, not for each use."""
-        views: dict[str, Words] = {}
-        for name, field in self._fields.items():
-            views[name] = words[field.start : field.start + field.size]
-        return views
-
     def _span(self, num_rows: int, width: int, with_head: bool) -> slice:
         start = 0 if with_head else self._fields["seeds"].start
         return slice(start, self._tables_start + len(self._tables) * num_rows * width)
 
 
-def _place(
-    max_tokens: int,
-    max_seqs: int,
-    max_draws: int,
-    attention_words: int,
-    lora_words: int,
-    head_words: int,
-    num_tables: int,
-) -> tuple[dict[str, _Field], int]:
-    """Returns the places of the fields, and that of the tables behind them."""
-    sizes = {
-        "head": head_words,
-        "seeds": 2 * max_draws,  # 64-bit, hence before fields of any number of words
-        **dict.fromkeys(_PER_TOKEN + SLOTS[1:num_tables], max_tokens),
-        **dict.fromkeys(_PER_DRAW, max_draws),
-        "kv_lens": max_seqs,
-        "query_start": max_seqs + 1,
-        "attention": attention_words,
-        "lora": lora_words,
-    }
-    fields: dict[str, _Field] = {}
-    start = 0
-    for name, size in sizes.items():
-        fields[name] = _Field(start, size)
-        start += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return fields, start
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

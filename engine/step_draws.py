@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.sampler import read_logprobs
 from engine.types import ScheduledBatch, Sequence, TokenLogprobs
 
 
@@ -18,16 +19,8 @@ class Logprobs:
     tensors: tuple[torch.Tensor, ...]  # own [n], ranks [n], top ids [n, k], top [n, k]
 
     def read(self, token_ids: list[int]) -> dict[int, TokenLogprobs]:
-        own, ranks, top_ids, top = (tensor.tolist() for tensor in self.tensors)
-        return {
-            row: TokenLogprobs(
-                token_ids[row],
-                own[i],
-                ranks[i],
-                tuple(zip(top_ids[i][:limit], top[i][:limit], strict=True)),
-            )
-            for i, (row, limit) in enumerate(zip(self.rows, self.limits, strict=True))
-        }
+        drawn = [token_ids[row] for row in self.rows]
+        return dict(zip(self.rows, read_logprobs(self.tensors, drawn, self.limits), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

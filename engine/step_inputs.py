@@ -23,7 +23,7 @@ from engine.inputs import (
     num_prompt_logprobs,
     reach_of,
 )
-from engine.step_buffers import StepBuffers, Words
+from engine.step_buffers import BufferSizes, StepBuffers, Words
 from engine.step_layout import Runs, StepLayout
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, LoraPlanCounts, lora_plan_size, write_lora_plan
@@ -70,16 +70,11 @@ def max_words(max_tokens: int, limits: StepLimits) -> int:
     """Returns the 32-bit words that a step of up to `max_tokens` takes at most, whatever the size
     of the pool."""
     pages = limits.max_seqs * limits.max_rank_pages
-    return StepBuffers.num_words(
-        *_sizes(max_tokens, limits, pages, is_decode=False), limits.num_tables
-    )
+    return _sizes(max_tokens, limits, pages, is_decode=False).num_words
 
 
-def _sizes(
-    max_tokens: int, limits: StepLimits, max_pages: int, is_decode: bool
-) -> tuple[int, int, int, int, int, int, int]:
-    """Returns the sizes that `StepBuffers` takes first."""
-    return (
+def _sizes(max_tokens: int, limits: StepLimits, max_pages: int, *, is_decode: bool) -> BufferSizes:
+    return BufferSizes(
         max_tokens,
         limits.max_seqs,
         limits.max_draws,
@@ -88,6 +83,7 @@ def _sizes(
         lora_plan_size(max_tokens, max_pages, large=not is_decode),
         # A decode's logits have the rows of its tokens, and their plan.
         0 if is_decode else lora_plan_size(limits.max_draws, max_pages, large=False),
+        limits.num_tables,
     )
 
 
@@ -111,9 +107,8 @@ class StepInputs:
         self._drawn = drawn
         # The pages of all adapters in one step together.
         self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
-        self._buffers = StepBuffers(
-            *_sizes(max_tokens, limits, self._max_pages, is_decode), drawn.device, limits.num_tables
-        )
+        sizes = _sizes(max_tokens, limits, self._max_pages, is_decode=is_decode)
+        self._buffers = StepBuffers(sizes, drawn.device)
         # In each of the two host buffers, of decodes.
         self._plans: list[tuple[PageRuns, Weights, bool, bool] | None] = [None, None]
 

@@ -6,8 +6,7 @@ their copy of the numbers. Values only.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from engine.inputs import LoraReach
 from kernels.lora_plan import LoraPlanCounts
@@ -34,23 +33,3 @@ class StepLayout:
     # False: the first rank draws, from logits that it alone changes or later than the launch, and
     # sends its tokens to the others. True: every rank draws, from the same bits.
     all_draw: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StepLayout:
-        layout, runs = cls(**values), values["prompt_runs"]
-        return replace(
-            layout,
-            reach=LoraReach(layout.reach),
-            work=WorkCounts(**values["work"]),
-            lora=_counts(values["lora"]),
-            head=_counts(values["head"]),
-            prompt_rows=tuple(layout.prompt_rows),
-            prompt_runs=None if runs is None else tuple((key, count) for key, count in runs),
-        )
-
-
-def _counts(values: dict[str, Any] | None) -> LoraPlanCounts | None:
-    return None if values is None else LoraPlanCounts(**values)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -41,24 +41,23 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def tensor_names(folder: Path) -> Iterator[str]:
-    """Yields the names of all tensors, from the headers."""
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+    order: int  # among the tensors of its file
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """Yields all tensors, also of other parts than the text's, from the headers. Raises
+    UnsupportedModelError."""
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                yield from file.keys()
+                for order, key in enumerate(file.keys()):
+                    view = file.get_slice(key)
+                    yield StoredTensor(path, key, tuple(view.get_shape()), view.get_dtype(), order)
         except (SafetensorError, OSError) as error:
             raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
-
-
-def num_stored_parameters(folder: Path) -> int:
-    """Returns the number of parameters of all tensors, also in other parts than the text's, from
-    the headers."""
-    count = 0
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UnsupportedModelError(f"{path.name} cannot be read: {error}") from None
-    return count

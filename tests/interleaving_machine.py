@@ -95,17 +95,16 @@ class HandRunner(ModelRunner):
     copier: HandCopier
 
     def _make_pool(self, config: EngineConfig) -> AdapterPool:
-        budgets = adapter_budgets(
+        self._pool_bytes, host_bytes = adapter_budgets(
             config, self._sites, self.dtype, self.device, self._rank.weight_bytes
         )
-        self._pool_bytes = budgets.pool_bytes
         self.copier = HandCopier(2)
         return AdapterPool(
             self._sites,
-            budgets.pool_bytes,
+            self._pool_bytes,
             self.dtype,
             self.device,
-            budgets.host_bytes,
+            host_bytes,
             copier=self.copier,
         )
 

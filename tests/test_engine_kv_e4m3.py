@@ -165,12 +165,12 @@ def test_old_devices_are_refused(base: Path) -> None:
 
 def test_the_change_is_measured_on_both_caches(base: Path) -> None:
     runner = make_runner(base)
-    same = measure_kv_rounding(runner._model, runner.adapters, torch.float32, 4096)
+    same = measure_kv_rounding(runner._rank.model, runner.adapters, torch.float32, 4096)
     assert same == KVChange(256, 0, 0, 0.0, 0.0)
-    other = measure_kv_rounding(runner._model, runner.adapters, E4M3, 4096)
+    other = measure_kv_rounding(runner._rank.model, runner.adapters, E4M3, 4096)
     assert 0 < other.median_kl < 0.1
     assert 0 < other.argmax_changed < 0.5
-    assert measure_kv_rounding(runner._model, runner.adapters, E4M3, 3).num_positions == 6
+    assert measure_kv_rounding(runner._rank.model, runner.adapters, E4M3, 3).num_positions == 6
 
 
 def test_a_base_without_finite_logits_is_refused_by_the_setting(tmp_path: Path) -> None:

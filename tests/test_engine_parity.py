@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 import engine.tools
 from engine.checks import parity
 from engine.checks.effect_report import Parity
-from engine.checks.parity import measure_parity, plan_parity
+from engine.checks.parity import check_parity, measure_parity
 from engine.checks.validation import ConversionLimits, convert_adapter
 from engine.errors import EngineMemoryError, ParityError, UnsupportedModelError
+from engine.weight_files import SINGLE_FILE, StoredTensor
 from tests.engine_helpers import make_adapter, make_base, random_prompt
 from tests.peft_kinds import LINEARS, save_peft
 from tests.quantized_bases import set_quantization
@@ -51,8 +52,8 @@ def alora(folder: Path, base: Path) -> Path:
 
 
 def compare(folder: Path, base: Path, original: Path | None = None, bound: float = 1e-3) -> Parity:
-    plan = plan_parity(folder, base, len(PROMPTS))
-    return measure_parity(plan, folder, original or folder, base, PROMPTS, bound)
+    check_parity(folder, base, len(PROMPTS))
+    return measure_parity(folder, original or folder, base, PROMPTS, bound)
 
 
 @pytest.mark.parametrize("make", [lora, dora, tokens, alora])
@@ -107,10 +108,11 @@ def test_base_that_memory_does_not_hold_is_refused_before_it_is_loaded(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = lora(tmp_path / "adapter", base)
-    monkeypatch.setattr(parity, "num_stored_parameters", lambda _: 8_030_261_248)
+    held = StoredTensor(base / SINGLE_FILE, "all", (8_030_261_248,), "BF16", 0)
+    monkeypatch.setattr(parity, "stored_tensors", lambda _: iter([held]))
     monkeypatch.setattr(parity, "available_bytes", lambda: 16 * 1024**3)
     with pytest.raises(EngineMemoryError, match=r"needs 30\.\d GiB .*, 16\.0 are .* 8\.03 billion"):
-        plan_parity(folder, base, 6)
+        check_parity(folder, base, 6)
 
 
 def test_quantized_base_is_refused_with_the_reason(base: Path, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_quantized_base_is_refused_with_the_reason(base: Path, tmp_path: Path) -
         {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups},
     )
     with pytest.raises(ParityError, match=r"this one is compressed-tensors int-quantized, 8 bits"):
-        plan_parity(folder, quantized, 1)
+        check_parity(folder, quantized, 1)
 
 
 def test_base_without_weights_here_is_refused(base: Path, tmp_path: Path) -> None:
@@ -134,25 +136,25 @@ def test_base_without_weights_here_is_refused(base: Path, tmp_path: Path) -> Non
     bare.mkdir()
     (bare / "config.json").write_bytes((base / "config.json").read_bytes())
     with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors"):
-        plan_parity(folder, bare, 1)
+        check_parity(folder, bare, 1)
 
 
 def test_adapter_that_peft_cannot_read_is_an_error_with_its_words(
     base: Path, tmp_path: Path
 ) -> None:
     folder = lora(tmp_path / "adapter", base)
-    plan = plan_parity(folder, base, 1)
+    check_parity(folder, base, 1)
     with pytest.raises(ParityError, match=r"cannot compute it \(transformers .*, peft .*\): "):
-        measure_parity(plan, folder, tmp_path / "nowhere", base, PROMPTS)
+        measure_parity(folder, tmp_path / "nowhere", base, PROMPTS)
 
 
 def test_packages_that_are_missing_are_named(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = lora(tmp_path / "adapter", base)
-    plan_parity(folder, base, 1)
+    check_parity(folder, base, 1)
     monkeypatch.delattr(engine.tools, "peft_reference")
     monkeypatch.delitem(sys.modules, "engine.tools.peft_reference")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ParityError, match=r"needs transformers and peft \(.*peft.*'loraplex\[par"):
-        plan_parity(folder, base, 1)
+        check_parity(folder, base, 1)

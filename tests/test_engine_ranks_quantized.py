@@ -221,7 +221,7 @@ def test_two_ranks_of_4_bits_have_the_tokens_of_one(tmp_path: Path) -> None:
             folder, quantization="int4", tensor_parallel_size=size, num_threads=1, block_size=16
         )
         with closing(runner):
-            assert len(runner._int4) == 8
+            assert len(runner._rank.int4) == 8
             engine: Engine = make_engine(runner)
             requests = [
                 Request(str(i), tuple(range(3 + i, 20 + 2 * i)), params, None) for i in range(3)

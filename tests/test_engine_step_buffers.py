@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch
 
 from engine.decode_graphs import graph_sizes
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import BufferSizes, StepBuffers
 
 
 def make_buffers() -> StepBuffers:
-    return StepBuffers(5, 3, 3, 7, 11, 6, 9, torch.device("cpu"))
+    return StepBuffers(BufferSizes(5, 3, 3, 7, 11, 6, 9), torch.device("cpu"))
 
 
 def test_every_field_has_words_of_its_own() -> None:
@@ -44,7 +44,7 @@ def test_the_head_s_plan_is_sent_only_if_needed() -> None:
 
 
 def test_a_second_block_table_has_slots_and_rows_of_its_own() -> None:
-    buffers = StepBuffers(5, 3, 3, 7, 11, 6, 9, torch.device("cpu"), num_tables=2)
+    buffers = StepBuffers(BufferSizes(5, 3, 3, 7, 11, 6, 9, num_tables=2), torch.device("cpu"))
     buffers.begin()
     for value, name in enumerate(("slots", "window_slots", "kv_lens", "lora"), start=1):
         buffers.host(name)[:] = value

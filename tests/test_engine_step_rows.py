@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_rows import write_decodes
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
 from kernels.paged_plan import (
@@ -30,7 +30,7 @@ MAX_BLOCKS = 3 * MIN_CHUNK // BLOCK
 def make_buffers(num_tables: int) -> StepBuffers:
     work = work_size(MOST, MOST, HEADS)
     device = torch.device("cpu")
-    return StepBuffers(MOST, MOST, MOST, MAX_BLOCKS, work, 6, 9, device, num_tables)
+    return StepBuffers(BufferSizes(MOST, MOST, MOST, MAX_BLOCKS, work, 6, 9, num_tables), device)
 
 
 def make_decode(

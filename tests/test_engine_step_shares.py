@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.step_shares import charge_step
+from engine.step_times import charge_step
 from engine.types import (
     PROMPT_RANK,
     Request,

@@ -174,7 +174,7 @@ class TestEngine(NarrowEngine):
         plain = make_runner(base, "cuda", dtype="bfloat16", block_size=16, num_blocks=16)
 
         def size(one: ModelRunner) -> int:
-            layers = one._weights.layers
+            layers = one._rank.weights.layers
             return sum(matrix.nbytes for layer in layers for matrix in (layer.qkv, layer.down))
 
         assert 0.5 < size(runner) / size(plain) < 0.56

@@ -208,7 +208,7 @@ def test_answers_are_those_of_transformers_with_the_values(tmp_path: Path, name:
         ),
     }
     runner = make_runner(folder, quantization="int4", block_size=16)
-    assert isinstance(runner._weights.layers[0].qkv, Int4Rows)
+    assert isinstance(runner._rank.weights.layers[0].qkv, Int4Rows)
     prompts = {owner: random_prompt(9 + i, seed=i) for i, owner in enumerate((None, *adapters))}
     for owner, path in adapters.items():
         runner.load_adapter(owner, path)
@@ -273,7 +273,7 @@ def test_what_is_not_stored_in_4_bits_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     with pytest.raises(UnsupportedModelError, match="this base is stored as plain weights"):
         make_runner(base, quantization="int4")
-    assert not make_runner(base)._int4
+    assert not make_runner(base)._rank.int4
     for bits, reason in (
         (8, "stored as gptq gptq, 8 bits in groups of 16"),
         (4, "kernels read groups of 32, 64, 128 or multiples of 128"),

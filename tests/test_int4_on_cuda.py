@@ -219,6 +219,6 @@ class TestEngine(NarrowEngine):
     settings_on_cpu: ClassVar[dict[str, object]] = {"quantization": "none"}  # dequantized
 
     def test_auto_serves_the_integers(self, runner: ModelRunner) -> None:
-        for layer in runner._weights.layers:
+        for layer in runner._rank.weights.layers:
             for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 assert isinstance(matrix, Int4Rows)

@@ -84,7 +84,14 @@ def examine(
                 else _probe(config, base_folder, pool, plan, adapter, prompts)
             )
     except AdapterError as error:
-        return _refused(str(error), match, sites, time.perf_counter() - started_s)
+        return EffectReport(
+            verdict="refused",
+            reason=str(error),
+            num_matched=match.num_matched,
+            unmatched=match.unmatched,
+            num_targets=len(targets_by_module(sites)),
+            seconds=time.perf_counter() - started_s,
+        )
     norms = _norms(adapter, sites, weights)
     verdict, reason = judge(norms, logits, why_unprobed)
     return EffectReport(
@@ -111,7 +118,7 @@ def _load(
     sites: Sequence[Site],
     plan: ProbePlan,
 ) -> tuple[Adapter, AdapterPool, LoadCost]:
-    dtype = _torch_dtype(plan)
+    dtype: torch.dtype = getattr(torch, plan.dtype)
     device = torch.device(plan.device)
     layout = PageLayout(sites, dtype)
 
@@ -176,37 +183,14 @@ def _norms(
     )
 
 
-def _refused(
-    reason: str, match: TensorMatch, sites: Sequence[Site], seconds: float
-) -> EffectReport:
-    num_targets = len(targets_by_module(sites))
-    return EffectReport(
-        verdict="refused",
-        reason=reason,
-        num_matched=match.num_matched,
-        unmatched=match.unmatched,
-        num_targets=num_targets,
-        norms=(),
-        logits=None,
-        load=None,
-        probe=None,
-        seconds=seconds,
-    )
-
-
 def _plan(
     config: ModelConfig, device: Literal["cpu", "cuda"], dtype: torch.dtype, available: int
 ) -> ProbePlan:
     num_parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
-    scratch = scratch_bytes(config)
     return ProbePlan(
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
-        needed_bytes=num_parameters * dtype.itemsize + scratch,
+        needed_bytes=num_parameters * dtype.itemsize + scratch_bytes(config),
         available_bytes=available,
     )
-
-
-def _torch_dtype(plan: ProbePlan) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]

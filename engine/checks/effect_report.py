@@ -116,17 +116,17 @@ class Parity:
         return f"logits within {self.max_difference:.1e} of PEFT's, {greedy} ({self.versions})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EffectReport:
     verdict: Verdict
     reason: str  # of the verdict, in words
     num_matched: int  # tensors of the file
     unmatched: tuple[str, ...]  # the reason for each other tensor
     num_targets: int  # modules of the base that could be adapted
-    norms: tuple[ModuleNorm, ...]
-    logits: LogitChange | None
-    load: LoadCost | None
-    probe: ProbePlan | None  # how the logits were computed; None without them
+    norms: tuple[ModuleNorm, ...] = ()
+    logits: LogitChange | None = None
+    load: LoadCost | None = None
+    probe: ProbePlan | None = None  # how the logits were computed; None without them
     seconds: float  # duration of the check, the base's loading included
     brings: tuple[str, ...] = ()  # the parts of its own text side, such as "chat template"
     kind: str = ""  # LoRA or DoRA, with or without biases, in words; empty: refused before

@@ -7,8 +7,7 @@ compared as they come. Free of the registry and of text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from engine.host_memory import available_bytes
 from engine.model import Model
 from engine.model_config import ModelConfig, lora_sites, read_model_config
 from engine.parallel.shards import Shard
-from engine.weight_files import num_stored_parameters
+from engine.weight_files import stored_tensors
 from engine.weights import WeightBuilder
 from kernels.backend import reference_only
 from lora.adapter import WEIGHTS_FILE, Adapter
@@ -35,18 +34,8 @@ _FLOAT32 = 4  # bytes
 _LIBRARIES = 512 * 1024**2  # for importing and loading, besides the weights
 _GIB = 1024**3
 
-_Reference = Callable[[Path, Path, Prompts], Iterator[torch.Tensor]]
 
-
-@dataclass(frozen=True, slots=True)
-class ParityPlan:
-    """The memory of a comparison, and the library that makes the other side."""
-
-    peft_logits: _Reference
-    versions: str
-
-
-def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan:
+def check_parity(folder: Path, base_folder: Path, num_prompts: int) -> None:
     """Makes the checks that are possible before a model is loaded. Raises ParityError if the base
     is quantized or transformers or PEFT cannot be imported, UnsupportedModelError if the base has
     no weights here, and EngineMemoryError if memory does not suffice for the base in float32, the
@@ -60,13 +49,13 @@ def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan
             "engine serves it dequantized"
         )
     try:
-        from engine.tools import peft_reference  # seconds, and packages that serving does not need
+        import engine.tools.peft_reference  # noqa: F401  (seconds, packages that serving lacks)
     except ImportError as error:
         raise ParityError(
             f"the comparison with PEFT needs transformers and peft ({error}): "
             "pip install 'loraplex[parity]'"
         ) from error
-    num_parameters = num_stored_parameters(base_folder)
+    num_parameters = sum(math.prod(one.shape) for one in stored_tensors(base_folder))
     # PEFT reads the file and copies it into modules; saved modules stand beside the base's own.
     adapter = 4 * (folder / WEIGHTS_FILE).stat().st_size if (folder / WEIGHTS_FILE).is_file() else 0
     rows = (num_prompts + 1) * prompt_limit(config)
@@ -79,20 +68,20 @@ def plan_parity(folder: Path, base_folder: Path, num_prompts: int) -> ParityPlan
             f"in float32 {num_parameters * _FLOAT32 / _GIB:.1f}, adapter {adapter / _GIB:.1f}, "
             f"logits {logits / _GIB:.1f}, libraries {_LIBRARIES / _GIB:.1f}"
         )
-    return ParityPlan(peft_reference.peft_logits, peft_reference.VERSIONS)
 
 
 def measure_parity(
-    plan: ParityPlan,
     folder: Path,
     original: Path,
     base_folder: Path,
     prompts: Prompts,
     bound: float = MAX_DIFFERENCE,
 ) -> Parity:
-    """Compares the adapter of `folder`, which the engine reads, with that of `original`, which PEFT
-    reads: they differ if the adapter was converted. Raises AdapterError and UnsupportedModelError
-    as loading does, and ParityError if PEFT cannot read the folder."""
+    """Compares, after `check_parity`, the adapter of `folder`, which the engine reads, with that of
+    `original`, which PEFT reads: they differ if the adapter was converted. Raises AdapterError and
+    UnsupportedModelError as loading does, and ParityError if PEFT cannot read the folder."""
+    from engine.tools.peft_reference import VERSIONS, peft_logits
+
     config = read_model_config(base_folder)
     adapter = read_checked(folder, _DIGEST, base_folder, config)
     whole = complete_prompts(cut_prompts(prompts, config), adapter, prompt_limit(config))
@@ -100,17 +89,16 @@ def measure_parity(
         ours = _engine_logits(config, base_folder, adapter, whole)
     largest, num_other = 0.0, 0
     try:
-        theirs = plan.peft_logits(base_folder, original, whole)
+        theirs = peft_logits(base_folder, original, whole)
         lengths = [len(prompt) for prompt in whole]
         for own, other in zip(torch.split(ours, lengths), theirs, strict=True):
             largest = max(largest, _difference(own, other))
             num_other += int((own.argmax(dim=-1) != other.argmax(dim=-1)).sum())
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         raise ParityError(
-            f"transformers or PEFT cannot compute it ({plan.versions}): "
-            f"{type(error).__name__}: {error}"
+            f"transformers or PEFT cannot compute it ({VERSIONS}): {type(error).__name__}: {error}"
         ) from error
-    return Parity(largest, num_other, len(ours), len(whole), bound, plan.versions)
+    return Parity(largest, num_other, len(ours), len(whole), bound, VERSIONS)
 
 
 @torch.inference_mode()

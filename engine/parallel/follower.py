@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.block_copies import FollowerBlockCopier, open_block_copies
@@ -29,8 +30,6 @@ from engine.parallel.group import BEAT_S
 from engine.rank import Rank, Steps
 from engine.reference_step import follow
 from engine.step_layout import StepLayout
-from engine.warm_up import prepare_kernels
-from kernels.kernel_call import KernelCall
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class _Server:
             case {"do": "launch", "slot": slot, "layout": layout, "num_words": count}:
                 assert isinstance(self.steps, DeviceSteps)
                 words = self.segment.words(slot, count)
-                found = StepLayout.from_json(layout)
+                found = msgspec.convert(layout, StepLayout)
                 self.steps.follow(found, words, message["number"], self._note_taken)
                 self.pool.note_launch()
             case {"do": "draw", "count": count}:
@@ -149,7 +148,8 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
         link.receive()  # the first rank compares, too, and judges
         rank.compare_kv(pool)
     if rank.is_cuda:
-        link.send({"use": asdict(rank.measure(pool, _kernels(rank)))})
+        # The first rank has compiled the kernels.
+        link.send({"use": asdict(rank.measure(pool, rank.prepare_kernels()))})
     sizes, _ = link.receive()
     kv = rank.allocate_kv(sizes["num_blocks"])
     steps = rank.make_steps(kv, pool)
@@ -159,16 +159,6 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
     own = open_block_copies(config, kv, None)
     copies = None if own is None else FollowerBlockCopier(own)
     return _Server(rank, kv, copies, pool, steps, segment)
-
-
-def _kernels(rank: Rank) -> frozenset[KernelCall]:
-    """Returns the kernels, which the first rank has compiled."""
-    if not rank.uses_triton:
-        return frozenset()
-    assert rank.capability is not None
-    config, whole, int4 = rank.config, rank.shard.whole, (rank.int4,)
-    length, capability = rank.max_model_len, rank.capability
-    return prepare_kernels(config, whole, rank.dtype, length, capability, int4).calls
 
 
 def _live(end: int, segment: StepSegment, rank: int) -> None:

@@ -171,7 +171,7 @@ class Group:
         slot, number = self._take_slot(), self.num_steps - 1
         self._segment.write_words(slot, words)
         message = {"do": "launch", "slot": slot, "num_words": len(words), "number": number}
-        return self.together(message | {"layout": layout.to_json()})
+        return self.together(message | {"layout": asdict(layout)})
 
     @contextmanager
     def together(self, message: Mapping[str, object]) -> Iterator[None]:

@@ -17,7 +17,7 @@ import msgspec
 
 from engine.checks.effect import Device, examine, plan_probe
 from engine.checks.effect_report import EffectReport, ProbePlan
-from engine.checks.parity import ParityPlan, measure_parity
+from engine.checks.parity import measure_parity
 from engine.checks.prompts import check_given
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from engine.model_config import read_model_config
@@ -77,7 +77,6 @@ def prove(
 
 def with_parity(
     report: EffectReport,
-    plan: ParityPlan,
     folder: Path,
     original: Path,
     base_folder: Path,
@@ -86,7 +85,7 @@ def with_parity(
 ) -> EffectReport:
     """Returns the report with the comparison with PEFT, see `measure_parity`."""
     tokens = _tokens(folder, base_folder, prompts)
-    parity = measure_parity(plan, folder, original, base_folder, tokens, bound)
+    parity = measure_parity(folder, original, base_folder, tokens, bound)
     return replace(report, parity=parity)
 
 

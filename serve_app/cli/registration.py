@@ -15,7 +15,7 @@ import msgspec
 
 from engine.checks.effect_report import EffectReport
 from engine.checks.moved_scales import FOLDED_FOR, fold_adapter
-from engine.checks.parity import plan_parity
+from engine.checks.parity import check_parity
 from engine.checks.validation import (
     AdapterReport,
     ConversionLimits,
@@ -24,8 +24,7 @@ from engine.checks.validation import (
     check_base,
     convert_adapter,
 )
-from engine.errors import EngineMemoryError, ParityError
-from engine.refusals import REFUSALS
+from engine.errors import REFUSALS, EngineMemoryError, ParityError
 from registry.cache import Cache
 from registry.catalog import DEFAULT_ALIAS
 from registry.client import Registry
@@ -122,11 +121,10 @@ def register_adapter(
     with _refused(what):
         _check_lineage(folder, found, unquantized_base, force, has_parity=parity is not None)
     base_folder = registry.fetch(found, cache, progress=progress)
-    plan = None
     with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
             if parity is not None:  # whether there are packages and memory, before all work
-                plan = plan_parity(folder, base_folder, len(effect.PROBES))
+                check_parity(folder, base_folder, len(effect.PROBES))
             servable = _make_servable(
                 folder, base_folder, scratch, found, limits, unquantized_base, progress
             )
@@ -134,9 +132,9 @@ def register_adapter(
             if report.is_noop and not allow_noop:  # before a base is loaded
                 raise RegistrationError(f"{report.warnings[0]}{_REMEDY}")
             found_out = effect.prove(servable.folder, name, base_folder, mode=probe)
-            if plan is not None and parity is not None and found_out.verdict != "refused":
+            if parity is not None and found_out.verdict != "refused":
                 found_out = effect.with_parity(
-                    found_out, plan, servable.folder, folder, base_folder, parity
+                    found_out, servable.folder, folder, base_folder, parity
                 )
         _check_effect(name, found_out, allow_noop)
         version = registry.register_adapter(

@@ -21,8 +21,7 @@ from typing import Literal
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from engine.errors import UnknownAdapterError, UnsupportedModelError
-from engine.refusals import NO_ROOM, REFUSALS
+from engine.errors import NO_ROOM, REFUSALS, UnknownAdapterError, UnsupportedModelError
 from engine.types import Resident
 from registry.entities import AdapterVersion
 from registry.errors import ArtifactError, QuarantinedError

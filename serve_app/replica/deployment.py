@@ -21,7 +21,6 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
 from engine.errors import EngineDeadError, UnknownAdapterError
-from engine.parallel.environment import environment_of
 from engine.types import Resident
 from registry.entities import AdapterVersion
 from serve_app.autoscaling.stats import ScalingStats
@@ -72,13 +71,12 @@ class EngineReplica:
         self._death_message = f"the engine of {spec.base.name} died"
         config = spec.model.engine.to_config(str(self._folder), spec.base.digest, spec.device)
         self._engine_id = engine_id = serve.get_replica_context().replica_id.unique_id
-        environment = environment_of(config)
         self._actor = EngineActor.options(  # type: ignore[attr-defined]
             num_cpus=0,
             # Ray names the devices of all ranks in the actor's CUDA_VISIBLE_DEVICES, which the
             # other ranks inherit: each sees all, as memory that devices share needs it.
             num_gpus=config.tensor_parallel_size if spec.device == "cuda" else 0,
-            runtime_env={"env_vars": environment} if environment else None,
+            runtime_env={"env_vars": config.environment} if config.environment else None,
             max_concurrency=spec.model.max_ongoing_requests + 64,
             max_restarts=0,
         ).remote(

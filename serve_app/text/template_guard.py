@@ -299,15 +299,6 @@ class _Charging(NodeTransformer):
             operand.expr = _filtered(operand.expr, "_touch")
         return node
 
-    def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        return self._with_spread(node)
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        return self._with_spread(node)
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
-        return self._with_spread(node)
-
     def _with_spread(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Node:
         """Charges the spread arguments of `f(*values)` and `f(**values)`, which read all values."""
         self.generic_visit(node)
@@ -316,6 +307,8 @@ class _Charging(NodeTransformer):
         if node.dyn_kwargs is not None:
             node.dyn_kwargs = _filtered(node.dyn_kwargs, "_touch")
         return node
+
+    visit_Call = visit_Filter = visit_Test = _with_spread
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)

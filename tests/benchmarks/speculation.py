@@ -289,7 +289,7 @@ def measure_shape(arguments: argparse.Namespace) -> None:
         )
         config = settings.config("on" if max(counts) else "off")
         runner = ModelRunner(config)
-        weights = runner._weights
+        weights = runner._rank.weights
         weights.head.copy_(weights.embedding.roll(1, 0))
         # What the layers add, of the size 2 each, must not hide it.
         weights.embedding.mul_(EMBEDDING_SIZE / weights.embedding[:1000].float().std())

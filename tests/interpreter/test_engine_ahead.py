@@ -163,7 +163,7 @@ def test_a_failed_launch_harms_neither_the_step_before_nor_those_after(
     engine.step()
     engine.add_request(request("lost", 6))
     with monkeypatch.context() as patched:
-        patched.setattr(runner._model, "logits", None)  # raises half way through the step
+        patched.setattr(runner._rank.model, "logits", None)  # raises half way through the step
         outputs = {o.request_id: o for o in engine.step().outputs}
     assert outputs["early"].token_ids == expected[0]
     assert outputs["lost"].error is not None

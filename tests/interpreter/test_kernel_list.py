@@ -83,6 +83,6 @@ def test_traffic_launches_listed_kernels_only(
     for is_eager in (False, True):
         wanted = replace(config, enforce_eager=is_eager)
         model, length = runner.model_config, runner.max_model_len
-        listed = trace_kernels(wanted, model, runner.dtype, length, (9, 0), runner._int4)
+        listed = trace_kernels(wanted, model, runner.dtype, length, (9, 0), runner._rank.int4)
         assert launched - listed == frozenset()
     assert len(launched) > 14

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from engine.checks.effect import Device
 from engine.checks.effect_report import EffectReport
-from engine.checks.parity import plan_parity
+from engine.checks.parity import check_parity
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
@@ -45,7 +45,8 @@ def check(
         cache = open_cache()
         base_folder = registry.fetch(base, cache)
         folder = registry.fetch(adapter, cache)
-        plan = plan_parity(folder, base_folder, len(prompts or PROBES)) if parity else None
+        if parity:
+            check_parity(folder, base_folder, len(prompts or PROBES))
         report = effect.prove(
             folder,
             adapter.digest,
@@ -54,10 +55,8 @@ def check(
             prompts=prompts,
             device=_DEVICES[device],
         )
-        if plan is not None and report.verdict != "refused":
-            report = effect.with_parity(
-                report, plan, folder, folder, base_folder, parity_bound, prompts
-            )
+        if parity and report.verdict != "refused":
+            report = effect.with_parity(report, folder, folder, base_folder, parity_bound, prompts)
     record = effect.record(report, f"{adapter.name}@{adapter.version}", base, prompts or PROBES)
     if json:
         typer.echo(dict(record.files)[effect.REPORT_FILE].decode(), nl=False)

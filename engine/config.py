@@ -64,11 +64,9 @@ class EngineConfig:
     max_lora_rank: int = 512  # also the maximum: step plans have no room for more
     # DoRA adapters and adapters with biases. CUDA: decodes with them have graphs of their own
     affine_adapters: bool = True
-    # With 128 adapters in a pool of 32 and 256 requests, a limit of 64 left rows of a step empty:
-    # 164 steps where 256 needs 133.
-    max_adapter_overtakes: int = (
-        256  # younger requests admitted before one that waits for its adapter
-    )
+    # Younger requests admitted before one that waits for its adapter. 128 adapters in a pool of 32
+    # and 256 requests: a limit of 64 left rows of a step empty, 164 steps where 256 needs 133.
+    max_adapter_overtakes: int = 256
     # CUDA: compiled kernels, a folder. None: TRITON_CACHE_DIR, or ~/.triton/cache
     kernel_cache_dir: str | None = None
     seed: int = 0  # source of the seeds of requests without one

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from engine.activation import activated, by_adapter
 from engine.admission import EngineLimits, check_request
@@ -53,6 +54,7 @@ from engine.types import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _EMPTY = ScheduledBatch(())
 _WARN_EVERY_S = 10.0  # between warnings of steps without memory: these come in series
@@ -163,17 +165,8 @@ class Engine:
             outputs = self._collect_in_flight()
             began_s = self._marked_s
         batch = self.scheduler.schedule()
-        if self._adapters.has_pending_copies() and not (batch.sequences or is_busy):
-            self._adapters.wait_pending()  # nothing else to do
-            began_s = self._clock()
-            batch = self.scheduler.schedule()
-        elif self._has_pending_loads and not (batch.sequences or is_busy):
-            assert self._offload is not None
-            self._offload.wait()
-            began_s = self._clock()
-            batch = self.scheduler.schedule()
-        elif self.scheduler.grammar_gate.is_waiting and not (batch.sequences or is_busy):
-            self.scheduler.grammar_gate.wait()
+        if not (batch.sequences or is_busy) and (wait := self._next_wait()) is not None:
+            wait()  # nothing else to do
             began_s = self._clock()
             batch = self.scheduler.schedule()
         step = self._launch(by_adapter(batch), began_s)
@@ -186,13 +179,7 @@ class Engine:
             self._in_flight = step
         else:
             outputs += self._collect(step)
-        self.is_stuck = not (
-            outputs
-            or step.batch.sequences
-            or self._adapters.has_pending_copies()
-            or self._has_pending_loads
-            or self.scheduler.grammar_gate.is_waiting
-        )
+        self.is_stuck = not (outputs or step.batch.sequences or self._next_wait())
         changes = self._blocks.take_prefix_changes()
         preempted = tuple(self.scheduler.preempted)
         self.scheduler.preempted.clear()
@@ -233,7 +220,7 @@ class Engine:
         """Blocks new requests for the adapter. Returns False if requests still use it: call again
         after the next step."""
         self._leaving.add(digest)
-        if self.scheduler.uses_adapter(digest) or not self._adapters.remove(digest):
+        if self.scheduler.num_requests_of(digest) or not self._adapters.remove(digest):
             return False
         self._leaving.discard(digest)
         return True
@@ -279,6 +266,16 @@ class Engine:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(f"adapter {digest} is not loaded")
 
+    def _next_wait(self) -> Callable[[], None] | None:
+        """Returns the wait for a copy of an adapter, a load of KV or a grammar, after which more
+        sequences may run; None: there is none."""
+        if self._adapters.has_pending_copies():
+            return self._adapters.wait_pending
+        if self._offload is not None and self._offload.has_pending_loads:
+            return self._offload.wait
+        gate = self.scheduler.grammar_gate
+        return gate.wait if gate.is_waiting else None
+
     @property
     def _has_pending_loads(self) -> bool:
         return self._offload is not None and self._offload.has_pending_loads
@@ -288,40 +285,33 @@ class Engine:
             return Step(batch)
         self._num_steps += 1
         step = self._times.begin(batch, self._in_flight)
-        try:
-            step.launched = self._runner.launch(batch)
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            if not self._runner.is_out_of_memory(error):
-                step.error = error
-                return step
+        step.launched = self._attempt(step, lambda: self._runner.launch(batch))
         self._marked_s = self._clock()
         step.launch_s = self._marked_s - began_s
-        if step.launched is None:
-            # Not in the handler: the error's traceback keeps the step's allocations alive.
-            self._runner.free_cache()
-            step.lacks_memory = True
         return step
 
     def _draw(self, step: Step) -> None:
         """Draws the tokens that need the tokens committed just now. A draw that fails gives
         no token: a step without memory is repeated in parts, and any other error ends its
         requests."""
-        if step.launched is None:
-            return
+        if step.launched is not None:
+            self._attempt(step, step.launched.draw)
+
+    def _attempt(self, step: Step, part: Callable[[], T]) -> T | None:
+        """Returns the result of a part of a step, or None if it fails, which the step notes."""
         try:
-            step.launched.draw()
-            return
+            return part()
         except EngineDeadError:
             raise
         except Exception as error:
             step.launched = None
             if not self._runner.is_out_of_memory(error):
                 step.error = error
-                return
+                return None
+        # Not in the handler: the error's traceback keeps the step's allocations alive.
         self._runner.free_cache()
         step.lacks_memory = True
+        return None
 
     def _drafts_next(self) -> bool:
         """Returns True if the step in flight is to be committed first: drafts follow its tokens."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -31,17 +30,10 @@ _CPU_POOL_BYTES = 256 * 1024**2
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-@dataclass(frozen=True, slots=True)
-class EmptyDevice:
-    """The memory of a device before this process has allocated any."""
-
-    total: int
-    used_by_others: int  # other processes, and the driver for this process
-
-
-def look_at_empty_device(device: torch.device) -> EmptyDevice:
-    free, total = torch.cuda.mem_get_info(device)
-    return EmptyDevice(total, total - free - torch.cuda.memory_reserved(device))
+def look_at_empty_device(device: torch.device) -> tuple[int, int]:
+    """Returns the bytes of a device, and those used before this process has allocated any: by other
+    processes, and by the driver for this process."""
+    return torch.cuda.mem_get_info(device)[1], outside_bytes(device)
 
 
 def check_asked_memory(config: EngineConfig, device: torch.device) -> None:

@@ -68,10 +68,10 @@ class _Undrawn:
 
     logits: torch.Tensor | None  # [R, V]; None: no sequence samples
     batch: ScheduledBatch
-    num_rows: int
+    # A decode is drawn by its graph, from unchanged logits; every rank draws tokens for which no
+    # row has penalties, bias, bans or a grammar.
+    layout: StepLayout
     inputs: StepInputs
-    is_drawn: bool  # by the graph, from unchanged logits
-    all_draw: bool  # every rank draws these tokens: no row has penalties, bias, bans or a grammar
     has_logprobs: bool  # requested for a row
 
 
@@ -155,18 +155,16 @@ class DeviceSteps:
         """Captures the graphs, before the first step. Without it every step is launched kernel by
         kernel."""
         started_s = time.perf_counter()
-        graphs, pieces = self._graph_keys(), self._pieces.keys(self._has_lora)
+        graphs, pieces = self._graph_keys(), self._pieces.keys
         memory = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         with tqdm(
             total=len(graphs) + len(pieces), desc="capturing CUDA graphs", unit="graph"
         ) as bar:
-            for key in graphs:
-                self._graphs.capture(key, memory)
-                bar.update()
-            for key in pieces:
-                self._pieces.capture(key, memory)
-                bar.update()
+            for of_kind, keys in ((self._graphs, graphs), (self._pieces, pieces)):
+                for key in keys:
+                    of_kind.capture(key, memory)
+                    bar.update()
         gc.collect()
         seconds = time.perf_counter() - started_s
         logger.info(
@@ -180,7 +178,7 @@ class DeviceSteps:
     def graphs_overhead(self) -> int:
         """An estimate of the bytes of captured graphs beyond their steps' tensors."""
         graphs = _GRAPH_BYTES * len(self._graph_keys())
-        return graphs + self._pieces.overhead(self._has_lora)
+        return graphs + self._pieces.overhead()
 
     def run_largest_graph(self) -> None:
         """Runs the largest captured step without a graph, to measure its memory."""
@@ -188,7 +186,8 @@ class DeviceSteps:
 
     def run_largest_pieces(self) -> None:
         """Runs the largest pieces without graphs, to measure their memory."""
-        self._pieces.run_largest(self._has_lora)
+        for key in self._pieces.keys[:1]:
+            self._pieces.run(key)
 
     @property
     def mask_bytes(self) -> int:
@@ -203,7 +202,7 @@ class DeviceSteps:
         """Runs every graph's step on meta tensors, which records the kernels that it launches."""
         for key in self._graph_keys():
             self._run_static(key)
-        for key in self._pieces.keys(self._has_lora):
+        for key in self._pieces.keys:
             self._pieces.run(key)
 
     def trace_batch(self, batch: ScheduledBatch) -> None:
@@ -232,8 +231,7 @@ class DeviceSteps:
         with in_step:
             logits, prompts = self._run(layout, number)
         has_logprobs = any(part.sequence.request.params.logprobs is not None for part in drawing)
-        count, is_drawn, all_draw = layout.num_samples, layout.is_decode, layout.all_draw
-        undrawn = _Undrawn(logits, batch, count, inputs, is_drawn, all_draw, has_logprobs)
+        undrawn = _Undrawn(logits, batch, layout, inputs, has_logprobs)
         self._drawn_rows = {}
         if is_late:
             return DeviceStep(self, batch, prompts, undrawn)
@@ -314,9 +312,9 @@ class DeviceSteps:
 
     def draw(self, step: _Undrawn) -> Drawn:
         """Draws the tokens and starts their way to the host."""
-        count = step.num_rows
+        count = step.layout.num_samples
         logprobs = None if step.logits is None else self._finish(step.logits, step)
-        if self._group is not None and count and not step.all_draw:
+        if self._group is not None and count and not step.layout.all_draw:
             with self._group.together({"do": "draw", "count": count}):
                 self._model.ranks.broadcast_(self._drawn[:count])
         self._turn ^= 1
@@ -343,10 +341,8 @@ class DeviceSteps:
         samples = by_sequence(batch, answer)
         if prompts is None:
             return tuple(samples)
-        together: AbstractContextManager[object] = nullcontext()
-        if self._group is not None:
-            together = self._group.together({"do": "prompts", "number": prompts.number})
-        with together:
+        message = {"do": "prompts", "number": prompts.number}
+        with self._group.together(message) if self._group is not None else nullcontext():
             found = find_prompt_logprobs(
                 batch, prompts.inputs, prompts.hidden, self._model, self._pool
             )
@@ -360,9 +356,10 @@ class DeviceSteps:
         return logits
 
     def _finish(self, logits: torch.Tensor, step: _Undrawn) -> Logprobs | None:
-        if step.is_drawn and step.all_draw and not step.has_logprobs:
+        is_drawn, all_draw = step.layout.is_decode, step.layout.all_draw
+        if is_drawn and all_draw and not step.has_logprobs:
             return None
-        parts, is_drawn = step.batch.rows, step.is_drawn
+        parts = step.batch.rows
         wanted = tuple(
             row
             for row, part in enumerate(parts)
@@ -372,10 +369,10 @@ class DeviceSteps:
         if wanted:
             rows = upload(torch.tensor(wanted), logits.device)
             raw = logits.index_select(0, rows)  # a copy, taken before the changes
-        if not step.all_draw and any(changes_logits(part) for part in parts):
+        if not all_draw and any(changes_logits(part) for part in parts):
             change_logits_(logits, parts, self._eos_token_ids)
             is_drawn = False
-        if not step.all_draw and self._masks.apply_(logits, parts):
+        if not all_draw and self._masks.apply_(logits, parts):
             is_drawn = False
         if not is_drawn:
             self._draw(logits, step.inputs.sampling(len(parts)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.backend import Capability
 from kernels.e4m3 import FIRST_CAPABILITY
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -47,6 +48,14 @@ def describe_devices() -> Devices:
         has_triton=importlib.util.find_spec("triton") is not None,
         num_threads=torch.get_num_threads(),
     )
+
+
+def lacking_capability(capability: Capability, first: Capability) -> str | None:
+    """Returns why a device without the first of these compute capabilities does not suffice."""
+    if capability >= first:
+        return None
+    found, wanted = (".".join(map(str, one)) for one in (capability, first))
+    return f"it needs a device of compute capability {wanted} or higher, this one has {found}"
 
 
 def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str | None]:

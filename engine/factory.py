@@ -34,7 +34,7 @@ class FolderReader:
         pool = runner.adapters
         self._buffers = deque([ReadBuffer(pool.page_bytes * (2 if pool.is_int8 else 1))])
 
-    def read(self, digest: str, path: str) -> Callable[[], None]:
+    def read(self, digest: str, path: str) -> Callable[[], object]:
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -50,10 +50,7 @@ class FolderReader:
             torch.set_num_threads(self._runner.num_threads)  # of threads that begin later
             self._buffers.append(buffer)
 
-        def insert() -> None:
-            self._runner.insert_adapter(adapter)
-
-        return insert
+        return partial(self._runner.adapters.insert, adapter)
 
 
 def _apart(work: Callable[[], T]) -> T:

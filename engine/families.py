@@ -8,7 +8,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # The norms of a layer, by their place in the decoder, with Hugging Face's names.
@@ -58,6 +58,15 @@ class Family:
     reads_soft_caps: bool = False
     reads_query_scalar: bool = False
 
+    @property
+    def qkv_modules(self) -> tuple[str, ...]:
+        """The modules of q, k and v, or the one of all."""
+        return ("qkv_proj",) if self.has_fused_projections else ("q_proj", "k_proj", "v_proj")
+
+    @property
+    def gate_up_modules(self) -> tuple[str, ...]:
+        return ("gate_up_proj",) if self.has_fused_projections else ("gate_proj", "up_proj")
+
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096}
 _MINISTRAL3_ROPE = {
@@ -68,6 +77,16 @@ _MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+_GEMMA2_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
 }
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
@@ -85,16 +104,28 @@ _GEMMA3_DEFAULTS = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
-_GEMMA2_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
+_GEMMA2 = Family(
+    _GEMMA2_DEFAULTS,
+    fixed={"use_bidirectional_attention": False},
+    reads_attention_bias=True,
+    norms=BOTH_NORMS,
+    norm_offset=1.0,
+    has_wide_norms=True,
+    activation_key="hidden_activation",
+    activation="gelu_tanh",
+    windows="types",
+    full_attention_every=2,
+    scales_embedding=True,
+    reads_soft_caps=True,
+    reads_query_scalar=True,
+)
+_OLMO2 = Family(
+    {"rms_norm_eps": 1e-5},
+    reads_attention_bias=True,
+    norms=POST_NORMS,
+    has_wide_norms=True,
+    qk_norm="all",
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True),
@@ -147,60 +178,30 @@ FAMILIES = {
         windows="all",
         reads_partial_rotary=True,
     ),
-    "Gemma2ForCausalLM": Family(
-        _GEMMA2_DEFAULTS,
-        fixed={"use_bidirectional_attention": False},
-        reads_attention_bias=True,
-        norms=BOTH_NORMS,
-        norm_offset=1.0,
-        has_wide_norms=True,
-        activation_key="hidden_activation",
-        activation="gelu_tanh",
-        windows="types",
-        full_attention_every=2,
-        scales_embedding=True,
-        reads_soft_caps=True,
-        reads_query_scalar=True,
-    ),
-    "Gemma3ForCausalLM": Family(
-        _GEMMA3_DEFAULTS,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
+        defaults=_GEMMA3_DEFAULTS,
         # No released model has caps, and Hugging Face's classes apply them here and there.
         fixed={
-            "use_bidirectional_attention": False,
+            **_GEMMA2.fixed,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
         },
-        reads_attention_bias=True,
-        norms=BOTH_NORMS,
-        norm_offset=1.0,
-        has_wide_norms=True,
         qk_norm="head",
-        activation_key="hidden_activation",
-        activation="gelu_tanh",
-        windows="types",
         full_attention_every=6,
         has_ropes_by_type=True,
-        scales_embedding=True,
-        reads_query_scalar=True,
+        reads_soft_caps=False,
     ),
-    "Olmo2ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5},
-        reads_attention_bias=True,
-        norms=POST_NORMS,
-        has_wide_norms=True,
-        qk_norm="all",
-    ),
-    "Olmo3ForCausalLM": Family(
-        {
-            "rms_norm_eps": 1e-5,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        defaults={
+            **_OLMO2.defaults,
             "rope_theta": 500_000.0,
             "rope_local_base_freq": 500_000.0,  # whatever rope_theta the file has
             "sliding_window": 4096,
         },
-        reads_attention_bias=True,
-        norms=POST_NORMS,
-        has_wide_norms=True,
-        qk_norm="all",
         windows="types",
         full_attention_every=4,
         has_ropes_by_type=True,

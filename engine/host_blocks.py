@@ -13,7 +13,7 @@ Integers and bytes only: the copies are those of `engine.block_copies`, their or
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -178,7 +178,10 @@ class OffloadedPool(BlockPool):
 
     def release(self, blocks: Sequence[int]) -> None:
         super().release(blocks)
-        self._unsaved.update(self._lost_without_host(blocks))
+        for block in blocks:
+            name = self._hash_of[block]
+            if name is not None and block in self._idle and not self._host.knows(name):
+                self._unsaved.add(block)
 
     def name_prefix(self, block: int, digest: int) -> None:
         super().name_prefix(block, digest)
@@ -199,12 +202,6 @@ class OffloadedPool(BlockPool):
         digest = self._prefix_on_host.pop(name, None)
         if digest is not None:
             super()._lose_prefix(name, digest)
-
-    def _lost_without_host(self, blocks: Iterable[int]) -> Iterator[int]:
-        for block in blocks:
-            name = self._hash_of[block]
-            if name is not None and block in self._idle and not self._host.knows(name):
-                yield block
 
     def _take(self) -> int:
         block = super()._take()

@@ -18,6 +18,7 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.config import EngineConfig
+from engine.devices import lacking_capability
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
@@ -154,9 +155,8 @@ def resolve_int4(
 def _obstacle(dtype: torch.dtype, capability: Capability | None, *, is_asked: bool) -> str | None:
     if capability is None:
         return None if is_asked else "only kernels multiply by them as they are"
-    if capability < FIRST_CAPABILITY:
-        found, wanted = (".".join(map(str, one)) for one in (capability, FIRST_CAPABILITY))
-        return f"it needs a device of compute capability {wanted} or higher, this one has {found}"
+    if lacking := lacking_capability(capability, FIRST_CAPABILITY):
+        return lacking
     if dtype == torch.float32:
         return "it needs dtype bfloat16 or float16, which is float32"
     return None

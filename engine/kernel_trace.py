@@ -32,6 +32,7 @@ from engine.warm_batches import (
     make_batch,
     mixes,
     step_sizes,
+    with_fitting,
     zero_adapters,
 )
 from engine.weight_shapes import layer_matrices
@@ -126,14 +127,10 @@ def _pool_with(
 def _trace_batches(
     config: EngineConfig, limits: StepLimits, pool: AdapterPool, adapters: Sequence[str]
 ) -> Iterator[ScheduledBatch]:
-    for owners in mixes(adapters):
-        held = [adapter for adapter in owners if adapter is not None and pool.acquire(adapter)]
-        fitting = tuple(owner for owner in owners if owner is None or owner in held)
+    for owners in with_fitting(pool, mixes(adapters)):
         for num_tokens in step_sizes(max_step_tokens(config)):
             for shape in batch_shapes(num_tokens, limits):
-                yield make_batch(shape, fitting or (None,), limits, 1, GREEDY)
-        for adapter in held:
-            pool.release(adapter)
+                yield make_batch(shape, owners, limits, 1, GREEDY)
 
 
 def _shortened(model: ModelConfig, int4: Int4Forms) -> tuple[ModelConfig, Int4Forms]:

@@ -103,6 +103,7 @@ def plan_kv(
     """Plans the memory of a CUDA device: KV gets the part of this engine's share that `use`
     leaves."""
     needed = _blocks_of_longest(layout, config, max_model_len)
+    decoding = layout.blocks_needed(max_model_len, 1)
     plan = plan_memory(
         use,
         utilization=config.gpu_memory_utilization,
@@ -111,7 +112,9 @@ def plan_kv(
         kv_cache_bytes=config.kv_cache_bytes,
         num_blocks=config.num_blocks,
         num_null_blocks=layout.num_null_blocks,
-        longest=_long_sequences(layout, max_model_len, needed) if layout.has_windows else None,
+        longest=LongSequences(max_model_len, decoding, needed - decoding)
+        if layout.has_windows
+        else None,
     )
     advice = "raise gpu_memory_utilization or lower adapter_pool_bytes"
     advice += f"{_or_fp8(config)}\n{plan.table()}"
@@ -146,11 +149,6 @@ def _blocks_of_longest(layout: KVLayout, config: EngineConfig, max_model_len: in
     """Returns the blocks of the longest sequence. With more than so many for each sequence, blocks
     could only cache prefixes of ended requests."""
     return layout.blocks_needed(max_model_len, _uncommitted(config))
-
-
-def _long_sequences(layout: KVLayout, max_model_len: int, most_blocks: int) -> LongSequences:
-    decoding = layout.blocks_needed(max_model_len, 1)
-    return LongSequences(max_model_len, decoding, most_blocks - decoding)
 
 
 def _uncommitted(config: EngineConfig) -> int:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core import Engine
 from engine.errors import EngineDeadError
@@ -37,7 +37,7 @@ class EngineLoop:
         self.load: EngineLoad = engine.load()  # after the newest step or command
         self._engine = engine
         self._wakeup = threading.Condition()  # guards the next four fields
-        self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._is_stopping = False
         self._fault: EngineDeadError | None = None  # from outside, for the thread to raise
         self._death: EngineDeadError | None = None
@@ -70,10 +70,10 @@ class EngineLoop:
             if self._thread.is_alive():
                 self._die(fault)
 
-    def call(self, command: Callable[[], None]) -> Future[None]:
-        """Runs a command between two steps. Once the loop has ended, the future holds
-        EngineDeadError."""
-        future: Future[None] = Future()
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Runs a command between two steps; the future holds its result. Once the loop has ended,
+        it holds EngineDeadError."""
+        future: Future[T] = Future()
         with self._wakeup:
             if self._death is None:
                 self._commands.append((command, future))
@@ -207,13 +207,11 @@ def _notify(callbacks: list[Callable[[T], None]], value: T) -> None:
             logger.exception("a subscriber of the engine failed")
 
 
-def _fulfil(command: Callable[[], None], future: Future[None]) -> None:
+def _fulfil(command: Callable[[], T], future: Future[T]) -> None:
     try:
-        command()
+        future.set_result(command())
     except Exception as error:  # goes to the waiting caller
         future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 def _pass_error_on(source: Future[None], target: Future[None]) -> None:

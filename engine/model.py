@@ -52,7 +52,7 @@ class Model:
         calls with the same inputs."""
         self.config = config
         self.weights = weights
-        self._ranks = ranks
+        self.ranks = ranks  # the exchanges with the others
         tables: dict[RopeConfig | None, torch.Tensor | None] = {
             rope: _cos_sin(rope, config, weights, max_len) for rope in set(config.ropes)
         }
@@ -69,11 +69,6 @@ class Model:
             for i in range(0, 4 * config.num_layers, 4)
         )
         self._head_site, self._embedding_site = sites[-2:]
-
-    @property
-    def ranks(self) -> Collective:
-        """The exchanges with the other ranks."""
-        return self._ranks
 
     @property
     def table_bytes(self) -> int:
@@ -168,12 +163,12 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input of the next block, and the new residual."""
         eps = self.config.rms_norm_eps
-        if self._ranks.size > 1:
+        if self.ranks.size > 1:
             if post_norm is None and norm is not None:
                 return product_all_reduce_add_rms_norm(
-                    self._ranks, added, residual, norm, eps, self.config.residual_multiplier, kind
+                    self.ranks, added, residual, norm, eps, self.config.residual_multiplier, kind
                 )
-            added = Product(self._ranks.all_reduce(added.settle()))
+            added = Product(self.ranks.all_reduce(added.settle()))
         if post_norm is not None:
             return product_norm_add_norm(added, residual, post_norm, norm, eps)
         assert norm is not None
@@ -191,10 +186,8 @@ class Model:
             logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
         else:
             logits = linear(hidden, head).float()
-        if self._ranks.size > 1:  # the last ranks may have fewer tokens
-            logits = pad(
-                logits, (0, -(-self.config.vocab_size // self._ranks.size) - head.shape[0])
-            )
+        if self.ranks.size > 1:  # the last ranks may have fewer tokens
+            logits = pad(logits, (0, -(-self.config.vocab_size // self.ranks.size) - head.shape[0]))
         lora = inputs.head_lora
         if isinstance(lora, LoraPlan):
             assert first == 0
@@ -202,8 +195,8 @@ class Model:
         elif lora is not None and lora.targets(self._head_site.name):
             rows = inputs.host_logit_rows[first : first + hidden.shape[0]]
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
-        if self._ranks.size > 1:
-            logits = self._ranks.all_gather(logits)[:, : self.config.vocab_size]
+        if self.ranks.size > 1:
+            logits = self.ranks.all_gather(logits)[:, : self.config.vocab_size]
         return self._scaled_logits(logits)
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
@@ -245,7 +238,7 @@ class Model:
         config, layer, site = self.config, self.weights.layers[index], self._layer_sites[index][0]
         qkv = adapted_linear(site, hidden, layer.qkv, layer.qkv_bias, inputs.lora, pool)
         q_norm, k_norm = layer.q_norm, layer.k_norm
-        if self._ranks.size > 1 and config.family.qk_norm == "all":
+        if self.ranks.size > 1 and config.family.qk_norm == "all":
             self._norm_all_heads_(qkv.settle(), layer)
             qkv, q_norm, k_norm = Product(qkv.base), None, None
         write = RopeWrite(
@@ -272,7 +265,7 @@ class Model:
         assert layer.k_norm is not None
         q_size, eps = self.config.q_size, self.config.rms_norm_eps
         parts = qkv[:, :q_size], qkv[:, q_size : q_size + self.config.kv_size]
-        rms_norm_of_ranks_(parts, (layer.q_norm, layer.k_norm), eps, self._ranks)
+        rms_norm_of_ranks_(parts, (layer.q_norm, layer.k_norm), eps, self.ranks)
 
 
 def _cos_sin(

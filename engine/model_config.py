@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 
 from engine.errors import UnsupportedModelError
@@ -149,17 +150,18 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
 def lora_sites(config: ModelConfig) -> tuple[Site, ...]:
     sites: list[Site] = []
     hidden, inner = config.hidden_size, config.intermediate_size
+    sizes = config.q_size, config.kv_size, config.kv_size
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        names = _projections(config.family)
         qkv = tuple(
             Slice(f"{attention}.{name}", size)
-            for name, size in zip(
-                names[:3], (config.q_size, config.kv_size, config.kv_size), strict=True
-            )
+            for name, size in zip(cycle(config.family.qkv_modules), sizes, strict=False)
         )
-        gate_up = tuple(Slice(f"{mlp}.{name}", inner) for name in names[3:])
+        gate_up = tuple(
+            Slice(f"{mlp}.{name}", inner)
+            for name in islice(cycle(config.family.gate_up_modules), 2)
+        )
         sites += [
             Site(f"{layer}.qkv", hidden, qkv),
             Site(f"{layer}.o", config.q_size, (Slice(f"{attention}.o_proj", hidden),)),
@@ -169,13 +171,6 @@ def lora_sites(config: ModelConfig) -> tuple[Site, ...]:
     head = Site("lm_head", hidden, (Slice("lm_head", config.vocab_size),))
     embedding = Slice("model.embed_tokens", hidden)
     return (*sites, head, Site("embed_tokens", config.vocab_size, (embedding,), "embedding"))
-
-
-def _projections(family: Family) -> tuple[str, ...]:
-    """Returns the modules of q, k, v, gate and up."""
-    if family.has_fused_projections:
-        return ("qkv_proj",) * 3 + ("gate_up_proj",) * 2
-    return ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def _family(raw: Mapping[str, object]) -> tuple[str, Family, Mapping[str, object]]:

@@ -39,8 +39,7 @@ def piece_sizes(max_tokens: int) -> tuple[int, ...]:
 
 def record(piece: Piece, memory: GraphMemory) -> Piece:
     """Captures a piece and returns the function that replays it."""
-    graph, _ = capture_graph(piece, memory)
-    return graph.replay
+    return capture_graph(piece, memory)[0].replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,8 @@ class PiecewiseGraphs:
         model: Model,
         kv: KVCache,
         pool: AdapterPool,
-        inputs_of: Callable[
-            [int, bool], ForwardInputs
-        ],  # static, for a number of tokens and with or without LoRA
+        # Static, for a number of tokens and with or without LoRA.
+        inputs_of: Callable[[int, bool], ForwardInputs],
     ) -> None:
         self._sizes = sizes
         self._model = model
@@ -81,15 +79,17 @@ class PiecewiseGraphs:
         is_near = size <= _LARGEST_PADDED or 16 * num_tokens >= 15 * size
         return size if is_near else None
 
-    def keys(self, with_lora: bool) -> list[GraphKey]:
-        """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""
-        reaches = (LoraReach.ALL, LoraReach.NONE) if with_lora else (LoraReach.NONE,)
+    @property
+    def keys(self) -> list[GraphKey]:
+        """The keys, largest first: smaller graphs then fit into the memory of the first."""
+        has_lora = self._pool.num_blocks > 0
+        reaches = (LoraReach.ALL, LoraReach.NONE) if has_lora else (LoraReach.NONE,)
         return [GraphKey(size, reach) for size in reversed(self._sizes) for reach in reaches]
 
-    def overhead(self, with_lora: bool) -> int:
+    def overhead(self) -> int:
         """Returns an estimate of the graphs' bytes beyond their steps' tensors."""
         num_pieces = self._model.config.num_layers + 1
-        return _PIECE_BYTES * num_pieces * len(self.keys(with_lora))
+        return _PIECE_BYTES * num_pieces * len(self.keys)
 
     def capture(self, key: GraphKey, memory: GraphMemory) -> None:
         if self._crossing is None:
@@ -98,11 +98,6 @@ class PiecewiseGraphs:
         self._run(key, crossing, lambda piece: piece())  # compiles kernels, sets up libraries
         self._run(key, crossing, lambda piece: pieces.append(record(piece, memory)))
         self._pieces[key] = tuple(pieces)
-
-    def run_largest(self, with_lora: bool) -> None:
-        """Runs the largest captured pieces without graphs, to measure their memory."""
-        for key in self.keys(with_lora)[:1]:
-            self.run(key)
 
     def run(self, key: GraphKey) -> None:
         """Runs the pieces without graphs."""
@@ -127,10 +122,8 @@ class PiecewiseGraphs:
     def _run(self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None]) -> None:
         """Passes the pieces to `do`, one after the other."""
         model, kv, pool = self._model, self._kv, self._pool
-        inputs, last = (
-            self._inputs_of(key.size, key.lora is not LoraReach.NONE),
-            model.config.num_layers - 1,
-        )
+        inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
+        last = model.config.num_layers - 1
         q, normed = crossing.queries[: key.size], crossing.normed[: key.size]
         attended = crossing.attended[: key.size].flatten(1)
         # Passed from a piece to the next, which drops it: until then its memory is not reused.

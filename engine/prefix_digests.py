@@ -29,12 +29,11 @@ def prefix_digests(
     adapter: str | None,
     cache_salt: str,
     chunk: int,
-    known: Sequence[int] = (),
     active_from: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns one 64-bit name for each full chunk. `known` are its first digests, which are not
-    computed again. `active_from`: the first token that the adapter processes; None: all."""
-    digests = list(known)
+    """Returns one 64-bit name for each full chunk. `active_from`: the first token that the adapter
+    processes; None: all."""
+    digests: list[int] = []
     extend_digests(digests, token_ids, len(token_ids), adapter, cache_salt, chunk, active_from)
     return tuple(digests)
 

@@ -36,7 +36,7 @@ class Int8:
     """The scheme of 8-bit integers, stored in the shape of the weight."""
 
     strategy: Strategy
-    group_size: int | None = None
+    block: tuple[int, int] | None = None  # [1, group] of `group`
     is_symmetric: bool = True
 
 
@@ -176,7 +176,7 @@ def _compressed_scheme(layout: object, weights: Mapping[str, object]) -> Scheme:
     if layout in ("int-quantized", "naive-quantized") and kind == "int":
         if num_bits != 8 or strategy == "block":
             refuse("weights", dict(weights), f"{layout} is read of 8 bits, without blocks")
-        return Int8(strategy, group_size, is_symmetric)
+        return Int8(strategy, _block(weights, strategy, group_size), is_symmetric)
     if layout == "pack-quantized" and kind == "int":
         if num_bits not in (4, 8) or strategy not in ("group", "channel"):
             refuse("weights", dict(weights), "packed are 4 or 8 bits, by group or by channel")
@@ -244,7 +244,9 @@ def _parse_gptq(values: Mapping[str, object]) -> _Parsed:
         refuse("checkpoint_format", layout, "gptq and gptq_v2 are read, not layouts of kernels")
     if values.get("dynamic"):
         refuse("dynamic", values["dynamic"], "schemes of single modules are not supported")
-    scheme = Gptq(num_bits, _gptq_group(values), 1 if layout == "gptq" else 0)
+    is_one_group = values.get("group_size") == -1
+    size = None if is_one_group else positive_int(values, "group_size")
+    scheme = Gptq(num_bits, size, 1 if layout == "gptq" else 0)
     return f"{layout}, {describe(scheme)}", (("Linear", scheme),)
 
 
@@ -259,10 +261,6 @@ def _parse_awq(values: Mapping[str, object]) -> _Parsed:
         refuse("zero_point", False, "gemm has zero points")
     size = positive_int(values, "group_size", positive_int(values, "q_group_size", 128))
     return f"gemm, {describe(Awq(size))}", (("Linear", Awq(size)),)
-
-
-def _gptq_group(values: Mapping[str, object]) -> int | None:
-    return None if values.get("group_size") == -1 else positive_int(values, "group_size")
 
 
 def _parse_bitsandbytes(values: Mapping[str, object]) -> _Parsed:
@@ -284,8 +282,10 @@ def describe(scheme: Scheme) -> str:
             return f"e4m3 in blocks of {rows} x {columns}"
         case Float8(strategy):
             return f"e4m3 per {strategy}"
-        case Int8(strategy, size):
-            return "8 bits " + (f"in groups of {size}" if size else f"per {strategy}")
+        case Int8("group", (_, size)):
+            return f"8 bits in groups of {size}"
+        case Int8(strategy):
+            return f"8 bits per {strategy}"
         case Packed(num_bits, size) | Gptq(num_bits, size):
             return f"{num_bits} bits " + (f"in groups of {size}" if size else "per channel")
         case Awq(size):

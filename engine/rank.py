@@ -8,9 +8,7 @@ are measured and captured have exchanges.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -18,7 +16,6 @@ from engine.block_copies import check_host_tier
 from engine.checks.kv_rounding import KVChange, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.device_memory import (
-    EmptyDevice,
     allocated_bytes,
     explain_out_of_memory,
     look_at_empty_device,
@@ -56,7 +53,6 @@ from kernels.kernel_call import KernelCall
 from kernels.rendezvous import meet
 from lora.pool import AdapterPool
 
-T = TypeVar("T")
 Steps = DeviceSteps | ReferenceSteps
 _MAX_SHARED_BYTES = 16 * 1024**2  # of an exchange; above, NCCL is as fast
 
@@ -88,7 +84,7 @@ class Rank:
             page_layout(config, self.shard.sites(), self.dtype)  # refuses sites that it cannot hold
         self.int4 = resolve_int4(config, whole, self.dtype, of_kernels)
         self.model_config = self.shard.config
-        self.empty: EmptyDevice | None = None  # of a CUDA device
+        self.empty: tuple[int, int] | None = None  # as `look_at_empty_device`, of a CUDA device
         self.weight_bytes = 0  # on a CUDA device, with the rotary tables
         self._exchange_bytes = 0
         self._library_bytes = 0  # kept by libraries since calls before the steps were measured
@@ -146,27 +142,21 @@ class Rank:
             self.weight_bytes += self.model.table_bytes
 
     def compare_kv(self, pool: AdapterPool) -> KVChange:
-        """Compares the base with itself, with keys and values in the type of the cache."""
-        with explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")):
-            return self.count_libraries(
-                lambda: measure_kv_rounding(self.model, pool, self.kv_dtype, self.max_model_len)
-            )
-
-    def count_libraries(self, call: Callable[[], T]) -> T:
-        """Returns the result of a call before the steps are measured, and counts the memory that
-        libraries keep of it: their first use within a step would otherwise be measured there."""
-        if not self.is_cuda:
-            return call()
+        """Compares the base with itself, with keys and values in the type of the cache. Counts the
+        memory that libraries keep of it: steps, which are measured later, find it in use."""
 
         def held() -> int:
+            if not self.is_cuda:
+                return 0
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             return allocated_bytes(self.device) + outside_bytes(self.device)
 
-        before = held()
-        result = call()
-        self._library_bytes = max(0, held() - before)
-        return result
+        with explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")):
+            before = held()
+            change = measure_kv_rounding(self.model, pool, self.kv_dtype, self.max_model_len)
+            self._library_bytes = max(0, held() - before)
+            return change
 
     def allocate_kv(self, num_blocks: int) -> KVCache:
         return allocate_kv_cache(
@@ -223,8 +213,7 @@ class Rank:
                     for run in (steps.run_largest_graph, steps.run_largest_pieces)
                 )
         return DeviceUse(
-            self.empty.total,
-            self.empty.used_by_others,
+            *self.empty,
             self.weight_bytes,
             pool.reserved_bytes,
             activations,

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from engine.config import EngineConfig
+from engine.devices import lacking_capability
 from engine.errors import UnsupportedModelError
 from engine.kv_layout import KVLayout, kv_layout
 from engine.model_config import ModelConfig
@@ -57,11 +58,8 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     name = config.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def resolve_fp8(
@@ -75,11 +73,8 @@ def resolve_fp8(
     check_fp8(model, config.tensor_parallel_size)
     if capability is None:
         return True
-    if capability < FIRST_CAPABILITY:
-        raise UnsupportedModelError(
-            f"quantization is fp8: it needs a device of compute capability "
-            f"{_words(FIRST_CAPABILITY)} or higher, this one has {_words(capability)}"
-        )
+    if lacking := lacking_capability(capability, FIRST_CAPABILITY):
+        raise UnsupportedModelError(f"quantization is fp8: {lacking}")
     if dtype != torch.bfloat16:
         raise UnsupportedModelError(
             f"quantization is fp8: it needs dtype bfloat16, which is {config.dtype}"
@@ -94,11 +89,8 @@ def resolve_kv_dtype(
     kernels read them, None for the references. Raises UnsupportedModelError."""
     if config.kv_cache_dtype == "auto":
         return dtype
-    if capability is not None and capability < FIRST_CAPABILITY:
-        raise UnsupportedModelError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}: it needs a device of compute capability "
-            f"{_words(FIRST_CAPABILITY)} or higher, this one has {_words(capability)}"
-        )
+    if capability is not None and (lacking := lacking_capability(capability, FIRST_CAPABILITY)):
+        raise UnsupportedModelError(f"kv_cache_dtype is {config.kv_cache_dtype}: {lacking}")
     return E4M3
 
 
@@ -110,10 +102,6 @@ def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
             f"tensor_parallel_size is {size}, but must be between 1 and {MAX_RANKS}"
         )
     return Shard(model, 0, size)
-
-
-def _words(capability: Capability) -> str:
-    return ".".join(map(str, capability))
 
 
 def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:

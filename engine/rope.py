@@ -53,13 +53,13 @@ class RopeConfig:
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
     """Returns [max_len, 2, rotary_dim / 2] float32, the attention factor included. `max_len`: of
     the longest sequence; it chooses between LongRoPE's factors."""
-    inverse = _inverse_frequencies(rope, rope.rotary_dim(head_dim), max_len)
+    inverse = inverse_frequencies(rope, rope.rotary_dim(head_dim), max_len)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
     scale = _attention_factor(rope)
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
 
 
-def _inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> torch.Tensor:
+def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> torch.Tensor:
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     inverse = 1.0 / powers
     if rope.kind == "linear":

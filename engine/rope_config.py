@@ -20,7 +20,7 @@ from engine.json_values import (
 )
 from engine.rope import RopeConfig
 
-_PARTIAL = "partial_rotary_factor"
+_PARTIAL, _ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
 
 
 def parse_ropes(
@@ -90,25 +90,27 @@ def _parse_rope(
     max_position: int,
     head_dim: int,
 ) -> RopeConfig:
-    fraction = _rotary_fraction(raw, family, values, head_dim)
-    theta = positive_number({"rope_theta": raw.get("rope_theta"), **values}, "rope_theta", 10000.0)
+    # Some parameters may be keys of config.json itself, of which one goes before the others.
+    all_values = {name: raw.get(name) for name in ("rope_theta", _PARTIAL)} | dict(values)
+    if raw.get(_ORIGINAL) is not None:
+        all_values[_ORIGINAL] = raw[_ORIGINAL]
+    fraction = _rotary_fraction(family, all_values, head_dim)
     kind = values.get("rope_type") or values.get("type") or "default"
     if family.reads_partial_rotary and kind in ("su", "yarn"):
         kind = "longrope"  # Phi-3's older names of it
     if kind == "longrope":
-        return _parse_longrope(raw, key, values, theta, fraction, max_position, head_dim)
-    rope = _parse_scaled(raw, key, kind, values, theta, max_position)
+        rope = _longrope(key, all_values, max_position, int(head_dim * fraction) // 2)
+        return replace(rope, rotary_fraction=fraction)
+    rope = _scaled(key, kind, all_values, max_position)
     if family.reads_query_beta and values.get("llama_4_scaling_beta") not in (None, 0):
-        original = positive_int(values, "original_max_position_embeddings")
+        original = positive_int(values, _ORIGINAL)
         beta = positive_number(values, "llama_4_scaling_beta")
         rope = replace(rope, original_max_len=original, query_beta=beta)
     return replace(rope, rotary_fraction=fraction)
 
 
-def _rotary_fraction(
-    raw: Mapping[str, object], family: Family, values: Mapping[str, object], head_dim: int
-) -> float:
-    value = values.get(_PARTIAL, raw.get(_PARTIAL))
+def _rotary_fraction(family: Family, values: Mapping[str, object], head_dim: int) -> float:
+    value = values[_PARTIAL]
     if value in (None, 1, 1.0):
         return 1.0
     if not family.reads_partial_rotary:
@@ -120,21 +122,13 @@ def _rotary_fraction(
     return fraction
 
 
-def _parse_scaled(
-    raw: Mapping[str, object],
-    key: str,
-    kind: object,
-    values: Mapping[str, object],
-    theta: float,
-    max_position: int,
-) -> RopeConfig:
-    if kind == "default":
+def _scaled(key: str, kind: object, values: Mapping[str, object], max_position: int) -> RopeConfig:
+    theta = positive_number(values, "rope_theta", 10000.0)
+    # Up to max_position_embeddings "dynamic" has the default's frequencies; above they change with
+    # every token and would invalidate cached keys, so longer sequences are not offered.
+    if kind in ("default", "dynamic"):
         return RopeConfig("default", theta)
-    if kind == "dynamic":
-        # Below max_position_embeddings its frequencies are the default's; above they change with
-        # every token and would invalidate cached keys, so longer sequences are not offered.
-        return RopeConfig("default", theta)
-    original = _original_len(raw, values, max_position)
+    original = positive_int(values, _ORIGINAL, max_position)
     if kind == "linear":
         return RopeConfig("linear", theta, factor=positive_number(values, "factor"))
     if kind == "llama3":
@@ -168,17 +162,11 @@ def _parse_scaled(
     )
 
 
-def _parse_longrope(
-    raw: Mapping[str, object],
-    key: str,
-    values: Mapping[str, object],
-    theta: float,
-    fraction: float,
-    max_position: int,
-    head_dim: int,
+def _longrope(
+    key: str, values: Mapping[str, object], max_position: int, num_factors: int
 ) -> RopeConfig:
-    original = _original_len(raw, values, max_position, least=2)  # its logarithm is a divisor
-    num_factors = int(head_dim * fraction) // 2
+    theta = positive_number(values, "rope_theta", 10000.0)
+    original = positive_int(values, _ORIGINAL, max_position, 2)  # its logarithm is a divisor
     return RopeConfig(
         "longrope",
         theta,
@@ -187,7 +175,6 @@ def _parse_longrope(
         attention_factor=optional_number(values, "attention_factor"),
         short_factors=_factors(key, values, "short_factor", num_factors),
         long_factors=_factors(key, values, "long_factor", num_factors),
-        rotary_fraction=fraction,
     )
 
 
@@ -196,11 +183,3 @@ def _factors(key: str, values: Mapping[str, object], name: str, count: int) -> t
     if not isinstance(listed, list) or len(listed) != count:
         refuse(f"{key}.{name}", listed, f"{count} numbers are needed, one per pair of dimensions")
     return tuple(positive_number({name: value}, name) for value in listed)
-
-
-def _original_len(
-    raw: Mapping[str, object], values: Mapping[str, object], max_position: int, least: int = 1
-) -> int:
-    name = "original_max_position_embeddings"
-    source = raw if raw.get(name) is not None else values
-    return positive_int(source, name, max_position, least)

@@ -33,7 +33,7 @@ from engine.device_step import DeviceSteps
 from engine.host_memory import available_bytes
 from engine.kv_cache import block_bytes, count_blocks, plan_kv
 from engine.largest_step import max_draws, max_step_tokens
-from engine.memory_plan import DeviceUse, check_asked
+from engine.memory_plan import check_asked
 from engine.model_config import ModelConfig, lora_sites
 from engine.parallel.adapters import GroupPool
 from engine.parallel.channel import slot_size
@@ -79,7 +79,10 @@ class ModelRunner:
         self._sites = self._shard.sites()
         self._whole_sites = lora_sites(self.model_config)  # the sites of adapters' files
         check_asked_memory(config, self.device)
-        self.group = self._start_group(config)  # the other ranks; None: there are none
+        self.group: Group | None = None  # the other ranks
+        if rank.shard.size > 1:
+            slot_ints = slot_size(max_step_tokens(config), rank.limits)
+            self.group = Group(config, slot_ints, self.num_threads, is_cuda=rank.is_cuda)
         try:
             self._open(config)
         except BaseException:
@@ -96,15 +99,6 @@ class ModelRunner:
             self.num_blocks,
             self.adapters.num_blocks,
             time.perf_counter() - started_s,
-        )
-
-    def _start_group(self, config: EngineConfig) -> Group | None:
-        """Starts the other ranks, if there are any."""
-        if self._shard.size == 1:
-            return None
-        slot_ints = slot_size(max_step_tokens(config), self._rank.limits)
-        return Group(
-            config, self._shard.size, slot_ints, self.num_threads, is_cuda=self._rank.is_cuda
         )
 
     def _open(self, config: EngineConfig) -> None:
@@ -140,7 +134,8 @@ class ModelRunner:
             with explain_out_of_memory(
                 "warming up", ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
             ):
-                self._warm_up(self._steps, config)
+                sites = self._whole_sites  # a pool of several ranks cuts adapters itself
+                run_warm_up(self._steps, config, rank.limits, self.num_blocks, self.adapters, sites)
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
         # The reference backend has no buffers of a fixed size, but logits for each draw.
@@ -186,18 +181,10 @@ class ModelRunner:
             )
         return self.adapters.pack(adapter)
 
-    def insert_adapter(self, adapter: PackedAdapter) -> tuple[str, ...]:
-        """Inserts an adapter between steps. Returns the digests dropped from the host tier to make
-        room."""
-        return self.adapters.insert(adapter)
-
     def load_adapter(self, digest: str, path: Path) -> tuple[str, ...]:
-        return self.insert_adapter(self.read_adapter(digest, path))
-
-    def unload_adapter(self, digest: str) -> bool:
-        """Removes an adapter between steps. Returns False if it is still in use: it leaves with the
-        last reference."""
-        return self.adapters.remove(digest)
+        """Reads and inserts an adapter between steps. Returns the digests dropped from the host
+        tier to make room."""
+        return self.adapters.insert(self.read_adapter(digest, path))
 
     def _load(self) -> frozenset[KernelCall]:
         """Loads the weights; for a CUDA device, while a thread lists the kernels and compiles those
@@ -253,10 +240,6 @@ class ModelRunner:
             change = self._rank.compare_kv(self.adapters)
         check_kv_rounding(change, self.dtype)
 
-    def _warm_up(self, steps: DeviceSteps, config: EngineConfig) -> None:
-        sites = self._whole_sites  # a pool of several ranks cuts adapters itself
-        run_warm_up(steps, config, self._rank.limits, self.num_blocks, self.adapters, sites)
-
     @torch.inference_mode()
     def _blocks_on_cpu(self, config: EngineConfig) -> int:
         model, kv_dtype = self._rank.model_config, self._rank.kv_dtype
@@ -272,7 +255,7 @@ class ModelRunner:
         """Returns the blocks for which every rank has room."""
         uses = [self._rank.measure(self.adapters, calls)]
         if self.group is not None:
-            uses += [DeviceUse(**found) for found in self.group.receive_all("use", "measure")]
+            uses += self.group.receive_uses()
         model, length, kv_dtype = self._rank.model_config, self.max_model_len, self._rank.kv_dtype
         plans = [plan_kv(model, self.kv_layout, config, length, kv_dtype, use) for use in uses]
         plan = min(plans, key=lambda one: one.num_blocks)

@@ -23,6 +23,7 @@ from bisect import insort
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from operator import attrgetter
 
 from engine.activation import StepParts
 from engine.adapter_gate import AdapterGate
@@ -49,9 +50,7 @@ from engine.types import (
     key_digests,
 )
 
-
-def _age(sequence: Sequence) -> int:
-    return sequence.ordinal
+_age = attrgetter("ordinal")
 
 
 @dataclass(slots=True, eq=False)
@@ -111,9 +110,6 @@ class Scheduler:
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self._groups
-
-    def uses_adapter(self, digest: str) -> bool:
-        return self.num_requests_of(digest) > 0
 
     def adapters_of_requests(self) -> set[str]:
         """Returns the digests of the adapters of waiting and running requests."""

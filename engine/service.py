@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.admission import EngineLimits
 from engine.core import Engine
@@ -22,6 +22,7 @@ from engine.loop import EngineLoop
 from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NUM_READERS = 2  # threads that read adapter files
 
@@ -30,7 +31,7 @@ Outputs = asyncio.Queue[Output]
 
 
 class AdapterReader(Protocol):
-    def read(self, digest: str, path: str) -> Callable[[], None]:
+    def read(self, digest: str, path: str) -> Callable[[], object]:
         """Reads and checks the files, on any thread. The returned function, called between two
         steps, registers the adapter with the engine."""
         ...
@@ -141,15 +142,8 @@ class AsyncEngine:
     async def load_adapter(self, name: str, digest: str, path: str) -> None:
         """Loads an adapter, once per digest however many callers ask at the same time. `name` is
         for the log only."""
-        is_known = self._engine.has_adapter(digest)
-
-        def look() -> None:
-            nonlocal is_known
-            is_known = self._engine.has_adapter(digest)
-
-        if is_known:
-            await self._between_steps(look)  # after the unloads that were requested earlier
-        if is_known:
+        # Asked again after the unloads that were requested earlier.
+        if self.has_adapter(digest) and await self._between_steps(lambda: self.has_adapter(digest)):
             return
         loading = self._begin_loading(name, digest, path)
         try:
@@ -168,9 +162,7 @@ class AsyncEngine:
 
     async def adapters(self) -> tuple[Resident, ...]:
         """Returns the adapters as they are between two steps."""
-        found: list[Resident] = []
-        await self._between_steps(lambda: found.extend(self._engine.adapters()))
-        return tuple(found)
+        return await self._between_steps(self._engine.adapters)
 
     async def pin_adapter(self, digest: str) -> None:
         """Raises UnknownAdapterError, or a refusal if the pins would leave too little room."""
@@ -217,8 +209,8 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the reader's loop was closed meanwhile
                 loop.call_soon_threadsafe(_put_all, found)
 
-    async def _between_steps(self, command: Callable[[], None]) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))
+    async def _between_steps(self, command: Callable[[], T]) -> T:
+        return await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))
 
     def _abort_if_admitted(self, request: Request, admitted: Future[None]) -> None:
         if not admitted.cancelled() and admitted.exception() is None:

@@ -253,10 +253,8 @@ class _Kind:
         self.products = [0.0] * 3
 
     def forget(self, keep: float) -> None:
-        for i in range(3):
-            self.products[i] *= keep
-            row = self.squares[i]
-            row[0], row[1], row[2] = row[0] * keep, row[1] * keep, row[2] * keep
+        self.squares = [[keep * value for value in row] for row in self.squares]
+        self.products = [keep * value for value in self.products]
 
     def add(self, x: Vector, seconds: float, weight: float) -> None:
         for i in range(3):

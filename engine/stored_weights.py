@@ -60,8 +60,7 @@ def parts_of(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> dict[
                 "weight": Part(((rows, columns),), ("F8_E4M3",)),
                 scale: Part(scales, FLOATS),
             }
-        case Int8(strategy, group_size, is_symmetric):
-            block = None if group_size is None else (1, group_size)
+        case Int8(strategy, block, is_symmetric):
             scales = _scale_shapes(shape, strategy, block)
             parts = {
                 "weight": Part(((rows, columns),), ("I8",)),
@@ -210,8 +209,7 @@ def dequantize(
             scale = next(parts[name] for name in scale_names if name in parts)
             factors = _by_columns(scale, strategy, block, columns, rows)
             return parts["weight"][rows].float() * factors
-        case Int8(strategy, group_size):
-            block = None if group_size is None else (1, group_size)
+        case Int8(strategy, block):
             numbers = parts["weight"][rows].float()
             zeros = parts.get("weight_zero_point")
             if zeros is not None:

@@ -271,9 +271,8 @@ class ScheduledSequence(NamedTuple):
     sequence: Sequence
     start: int
     end: int
-    samples: (
-        bool  # the last position before the draft is the newest token: its logits give the next
-    )
+    # The last position before the draft is the newest token: its logits give the next.
+    samples: bool
     draft: tuple[int, ...] = ()  # only of a part that samples and whose tokens are all known
 
     @property

@@ -7,7 +7,7 @@ blocks, and the adapters are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from engine.step_inputs import StepLimits
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
 from lora.adapter import Adapter, ModuleWeights
-from lora.pool import PAGE_ROWS
+from lora.pool import PAGE_ROWS, AdapterPool
 from lora.sites import Site, targets_by_module
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
@@ -128,6 +128,23 @@ def adapter_ranks(limits: StepLimits) -> tuple[int, ...]:
     """Returns ranks of one page and of several, as far as they are allowed."""
     ranks = {min(PAGE_ROWS, limits.max_lora_rank), min(2 * PAGE_ROWS, limits.max_lora_rank)}
     return tuple(sorted(ranks))
+
+
+def with_fitting(pool: AdapterPool, wanted: Iterable[Owners]) -> Iterator[Owners]:
+    """Yields the owners of each mix that fit together, acquired while the caller uses them."""
+    for owners in wanted:
+        held = [adapter for adapter in owners if adapter is not None and _acquire(pool, adapter)]
+        yield tuple(owner for owner in owners if owner is None or owner in held) or (None,)
+        for adapter in held:
+            pool.release(adapter)
+
+
+def _acquire(pool: AdapterPool, adapter: str) -> bool:
+    while not pool.acquire(adapter):
+        if not pool.has_pending_copies():
+            return False
+        pool.wait_pending()
+    return True
 
 
 def mixes(adapters: Sequence[str]) -> tuple[Owners, ...]:

@@ -37,6 +37,7 @@ from engine.warm_batches import (
     batch_shapes,
     make_batch,
     mixes,
+    with_fitting,
     zero_adapters,
 )
 from kernels.backend import IS_INTERPRETED, Capability
@@ -188,20 +189,9 @@ def _mixes(
     while the caller uses them; and the sizes of their steps. Libraries choose by the size alone, so
     that only one mix takes all of them: the first, which has no adapter, takes the least time."""
     few = tuple(sorted({sizes[0], sizes[-1]}))
-    for number, owners in enumerate(dict.fromkeys((*mixes(adapters)[:2], *mixes(adapters)[-1:]))):
-        held = [adapter for adapter in owners if adapter is not None and _acquire(pool, adapter)]
-        fitting = tuple(owner for owner in owners if owner is None or owner in held) or (None,)
-        yield fitting, few if number else sizes
-        for adapter in held:
-            pool.release(adapter)
-
-
-def _acquire(pool: AdapterPool, adapter: str) -> bool:
-    while not pool.acquire(adapter):
-        if not pool.has_pending_copies():
-            return False
-        pool.wait_pending()
-    return True
+    wanted = dict.fromkeys((*mixes(adapters)[:2], *mixes(adapters)[-1:]))
+    for number, owners in enumerate(with_fitting(pool, wanted)):
+        yield owners, few if number else sizes
 
 
 def _batches(

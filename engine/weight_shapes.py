@@ -17,21 +17,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.ties_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    qkv_size = config.q_size + 2 * config.kv_size
-    qkv = (
-        [("qkv_proj", qkv_size)]
-        if family.has_fused_projections
-        else [("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)]
-    )
-    gate_up = (
-        [("gate_up_proj", 2 * inner)]
-        if family.has_fused_projections
-        else [("gate_proj", inner), ("up_proj", inner)]
-    )
+    qkv = _rows(family.qkv_modules, (config.q_size, config.kv_size, config.kv_size))
+    gate_up = _rows(family.gate_up_modules, (inner, inner))
     linears = (
-        *((f"self_attn.{name}", size, hidden, config.has_qkv_bias) for name, size in qkv),
+        *((f"self_attn.{name}", size, hidden, config.has_qkv_bias) for name, size in qkv.items()),
         ("self_attn.o_proj", hidden, config.q_size, config.has_o_bias),
-        *((f"mlp.{name}", size, hidden, config.has_mlp_bias) for name, size in gate_up),
+        *((f"mlp.{name}", size, hidden, config.has_mlp_bias) for name, size in gate_up.items()),
         ("mlp.down_proj", hidden, inner, config.has_mlp_bias),
     )
     for i in range(config.num_layers):
@@ -52,17 +43,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _rows(modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Returns the rows of each module, of which a fused one has all."""
+    return dict(zip(modules, sizes if len(modules) > 1 else (sum(sizes),), strict=True))
+
+
 def layer_matrices(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
     """Returns the matrices of a layer, by the fields of `LayerWeights`, with the names of the
     weights that are stacked in each."""
-    is_fused = config.family.has_fused_projections
-    qkv = ("qkv",) if is_fused else ("q", "k", "v")
-    gate_up = ("gate_up",) if is_fused else ("gate", "up")
-    layer = f"model.layers.{index}"
+    family, layer = config.family, f"model.layers.{index}"
     return {
-        "qkv": tuple(f"{layer}.self_attn.{name}_proj.weight" for name in qkv),
+        "qkv": tuple(f"{layer}.self_attn.{name}.weight" for name in family.qkv_modules),
         "o": (f"{layer}.self_attn.o_proj.weight",),
-        "gate_up": tuple(f"{layer}.mlp.{name}_proj.weight" for name in gate_up),
+        "gate_up": tuple(f"{layer}.mlp.{name}.weight" for name in family.gate_up_modules),
         "down": (f"{layer}.mlp.down_proj.weight",),
     }
 

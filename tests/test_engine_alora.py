@@ -18,7 +18,7 @@ from engine.checks.validation import check_adapter
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.errors import InvalidRequestError
-from engine.prefix_digests import prefix_digests
+from engine.prefix_digests import extend_digests, prefix_digests
 from engine.runner import ModelRunner
 from engine.types import Request, ResumedChoice, SamplingParams
 from kernels.lora_plan import MAX_SPLITS
@@ -391,5 +391,7 @@ def test_digests_are_those_of_the_base_until_the_adapter_is_active() -> None:
     assert active[:2] == alone[:2]
     assert not set(active[2:]) & {*alone, *plain}
     assert len({active, *(prefix_digests(ids, "x", "s", 32, active_from=n) for n in (69, 71))}) == 3
-    assert prefix_digests(ids, "x", "s", 32, known=active[:4], active_from=70) == active
+    extended = list(active[:4])
+    extend_digests(extended, ids, len(ids), "x", "s", 32, 70)
+    assert tuple(extended) == active
     assert prefix_digests(ids, "y", "s", 32, active_from=70)[:3] != active[:3]

@@ -154,7 +154,7 @@ def test_an_adapter_that_comes_again_is_the_new_one_on_all_ranks(
             sequence = make_sequence(random_prompt(9, 5), 0, _LOGPROBS, "again")
             found[-1] += step(runner, part(sequence))
             runner.adapters.release("again")
-            assert runner.unload_adapter("again")
+            assert runner.adapters.remove("again")
     alone, both = found
     assert all(map(_close, both, alone))
     assert not _close(both[0], both[1])

@@ -144,7 +144,7 @@ def test_an_unloaded_adapter_goes_with_its_last_reference(
     runner = make_runner(base)
     runner.load_adapter("all", adapters["all"])
     assert runner.adapters.acquire("all")
-    assert not runner.unload_adapter("all")
+    assert not runner.adapters.remove("all")
     runner.adapters.release("all")
     assert runner.adapters.on_host() == ()
 

@@ -31,6 +31,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineError
 from engine.inputs import StepArrays
+from engine.memory_plan import DeviceUse
 from engine.parallel.channel import Link, StepSegment
 from engine.step_buffers import Words
 from engine.step_layout import StepLayout
@@ -72,7 +73,6 @@ class Group:
     def __init__(
         self,
         config: EngineConfig,
-        size: int,
         slot_ints: int,
         num_threads: int,
         *,
@@ -85,7 +85,7 @@ class Group:
         self._is_cuda = is_cuda
         self._ranks: Collective = SOLO
         self._silence_s = _START_SILENCE_S
-        self.size = size
+        self.size = size = config.tensor_parallel_size
         self._last_resort: threading.Timer | None = None
         self._death: EngineDeadError | None = None
         self._is_closing = False
@@ -105,7 +105,6 @@ class Group:
                 message = {
                     "config": asdict(config),
                     "rank": follower.rank,
-                    "size": size,
                     "slot_ints": slot_ints,
                     "store": str(self._store),
                     "num_threads": num_threads,
@@ -132,9 +131,9 @@ class Group:
             raise self._fail(reason) from error
         return self._ranks
 
-    def receive_all(self, key: str, what: str) -> list[Any]:
-        """Returns a value from every other rank, which needs no exchange before it answers."""
-        return [answer[key] for answer in self._await_all(what)]
+    def receive_uses(self) -> list[DeviceUse]:
+        """Returns the memory that every other rank measures, without an exchange."""
+        return [DeviceUse(**answer["use"]) for answer in self._await_all("measure")]
 
     def serve(self) -> None:
         """Returns when every rank has its memory and waits for steps."""

@@ -12,8 +12,6 @@ import contextlib
 import io
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from engine.tools.gguf_config import (
     make_config,
 )
 from engine.tools.gguf_header import check_header
-from engine.weight_files import INDEX_FILE, SINGLE_FILE
+from engine.weight_files import INDEX_FILE, SINGLE_FILE, new_folder
 from engine.weight_shapes import expected_shapes, is_norm
 
 logger = logging.getLogger(__name__)
@@ -63,9 +61,7 @@ def convert_gguf(
     config = make_config(metadata, shapes, rope)
     parsed = parse_model_config(config, {})
     named = _check(metadata.architecture, tensors, parsed)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
+    with new_folder(out_dir) as partial:
         _save_json(partial / "config.json", config)
         ids = _eos_ids(metadata, parsed.vocab_size)
         _save_json(partial / "generation_config.json", {"eos_token_id": ids})
@@ -73,11 +69,6 @@ def convert_gguf(
         progress("converting to bfloat16 safetensors")
         _save_weights(partial, named, metadata.architecture, parsed)
         progress(f"saved {out_dir}")
-        partial.chmod(0o755)
-        partial.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _eos_ids(metadata: Metadata, vocab_size: int) -> list[int]:

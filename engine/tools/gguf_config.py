@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import UnsupportedModelError
+from engine.rope import RopeConfig, inverse_frequencies
 
 _ADVICE = "register the safetensors"
 # Rotary frequencies of Llama 3 are stored divided: known sets of factor and original length, with
@@ -283,14 +284,9 @@ def _llama3_scaling(
 def llama3_divisors(head_dim: int, theta: float, factor: float, original: int) -> list[float]:
     """Returns the divisors of frequencies as llama.cpp's converter stores them for factors 1 and
     4 of low and high frequencies."""
-    divisors = []
-    for i in range(0, head_dim, 2):
-        wave_length = 2 * math.pi * theta ** (i / head_dim)
-        if wave_length < original / 4:
-            divisors.append(1.0)
-        elif wave_length > original:
-            divisors.append(factor)
-        else:
-            smooth = (original / wave_length - 1) / 3
-            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    plain, scaled = (
+        inverse_frequencies(rope, head_dim, 0)
+        for rope in (RopeConfig("default", theta), RopeConfig("llama3", theta, factor, original))
+    )
+    divisors: list[float] = (plain / scaled).tolist()
     return divisors

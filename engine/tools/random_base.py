@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 
 from engine.json_values import read_json
 from engine.model_config import parse_model_config
-from engine.weight_files import SINGLE_FILE
+from engine.weight_files import SINGLE_FILE, new_folder
 from engine.weight_shapes import expected_shapes
 
 TEXT_FILES = (
@@ -74,19 +73,12 @@ def write_random_base(
         name: random_tensor(name, dims, generator, norm).to(torch.bfloat16)
         for name, dims in expected_shapes(config).items()
     }
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
+    with new_folder(out_dir) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         save_file(tensors, partial / SINGLE_FILE, metadata={"format": "pt"})
         for name in TEXT_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, partial / name)
-        partial.chmod(0o755)
-        partial.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def random_tensor(

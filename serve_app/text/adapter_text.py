@@ -299,8 +299,7 @@ def _added_tokens(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> tupl
 def _token(token_id: object, entry: object) -> AddedToken:
     try:
         assert isinstance(entry, dict)
-        fields = {name: value for name, value in entry.items() if name in _TOKEN_FIELDS}
-        return msgspec.convert({**fields, "id": int(str(token_id))}, AddedToken)
+        return msgspec.convert({**entry, "id": int(str(token_id))}, AddedToken)
     except (AssertionError, ValueError, msgspec.ValidationError) as error:
         raise UnsupportedModelError(f"an added token cannot be read: {error}") from None
 
@@ -320,9 +319,6 @@ class _Model(msgspec.Struct):
 class _Vocabulary(msgspec.Struct):
     model: _Model
     added_tokens: list[AddedToken] | None = None
-
-
-_TOKEN_FIELDS = frozenset(AddedToken.__struct_fields__)
 
 
 def _num_rows(base: Mapping[str, bytes]) -> int:

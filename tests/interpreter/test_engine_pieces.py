@@ -66,7 +66,7 @@ def pieces(runner: ModelRunner, whole_steps: object) -> PiecewiseGraphs:
     pieces._sizes = (12, 72)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
-        for key in pieces.keys(with_lora=True):
+        for key in pieces.keys:
             pieces.capture(key, None)
     return pieces
 

@@ -36,7 +36,7 @@ from engine.kv_layout import num_uncommitted
 from engine.kv_offload import open_tables
 from engine.prefix_digests import chunk_size
 from engine.scheduler import Scheduler
-from engine.speculation import open_speculation
+from engine.speculation import Speculation
 from engine.step_cost import StepCost
 from engine.step_parts import run_in_parts
 from engine.step_times import Step, StepTimes
@@ -92,7 +92,9 @@ class Engine:
         self._adapters = runner.adapters
         self._cost = StepCost()
         self._blocks, tables, self._offload = open_tables(config, runner, uncommitted, self._cost)
-        self._speculation = open_speculation(config, runner, self._cost, drafter)
+        self._speculation = None
+        if config.speculation != "off":
+            self._speculation = Speculation(config, runner, self._cost, drafter)
         self._times = StepTimes(self._cost, self._speculation, runs_ahead=self._runs_ahead)
         self._grammars = None if isinstance(grammars, str) else grammars
         self.scheduler = Scheduler(

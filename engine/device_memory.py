@@ -119,12 +119,9 @@ def adapter_budgets(
     if pool is None and device.type == "cpu":
         pool = _CPU_POOL_BYTES
     elif pool is None:
-        pool = default_adapter_pool_bytes(
-            total=torch.cuda.mem_get_info(device)[1],
-            utilization=config.gpu_memory_utilization,
-            weights=weights,
-            page_bytes=page_layout(config, sites, dtype).page_bytes,
-        )
+        share = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
+        page_bytes = page_layout(config, sites, dtype).page_bytes
+        pool = default_adapter_pool_bytes(share - weights, page_bytes)
     host = config.adapter_host_bytes
     if host is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,7 +16,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -114,8 +114,6 @@ class DeviceSteps:
         kv: KVCache,
         pool: AdapterPool,
         limits: StepLimits,
-        max_tokens: int,
-        eos_token_ids: Collection[int],
         *,
         has_pieces: bool,
         group: Group | None = None,
@@ -127,7 +125,7 @@ class DeviceSteps:
         self._kv = kv
         self._pool = pool
         self._has_lora = pool.num_blocks > 0
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = model.config.eos_token_ids
         device = kv.k[0].device
         num_draws = limits.max_draws
         self._is_cuda = is_cuda = device.type == "cuda"
@@ -143,12 +141,13 @@ class DeviceSteps:
         self._masks = Masks(num_draws, model.config.vocab_size, device)
         has_windows = any(model.config.sliding_windows)
         most = 1 if has_windows else max_item_queries(kv.k[0], limits.heads.num_heads, pool.dtype)
-        rows = replace(limits, max_seqs=num_draws, max_queries=min(most, limits.max_queries))
+        most = min(most, limits.max_queries)
+        rows = replace(limits, max_tokens=num_draws, max_seqs=num_draws, max_queries=most)
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
-        self._decode = StepInputs(rows.max_seqs, rows, pool, scratch, self._drawn, is_decode=True)
-        self._mixed = StepInputs(max_tokens, limits, pool, scratch, self._drawn, is_decode=False)
+        self._decode = StepInputs(rows, pool, scratch, self._drawn, is_decode=True)
+        self._mixed = StepInputs(limits, pool, scratch, self._drawn, is_decode=False)
         self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static)
-        sizes = piece_sizes(max_tokens) if has_pieces else ()
+        sizes = piece_sizes(limits.max_tokens) if has_pieces else ()
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
 
     def capture(self) -> None:
@@ -386,14 +385,4 @@ class DeviceSteps:
         )
 
     def _draw(self, logits: torch.Tensor, sampling: SamplingInputs) -> None:
-        sample_rows(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seeds,
-            sampling.choices,
-            sampling.positions,
-            self._drawn,
-        )
+        sample_rows(logits, *sampling, self._drawn)

@@ -84,7 +84,7 @@ def _engine_of(config: EngineConfig, runner: ModelRunner, reader: AdapterReader)
     grammars = Grammars.load(Path(config.model_path), model.vocab_size, model.eos_token_ids)
     engine = AsyncEngine(Engine(config, runner, grammars=grammars), reader)
     # Otherwise the engine's thread would take over the number of the threads that read adapters.
-    engine.call_first(partial(torch.set_num_threads, runner.num_threads))
+    engine.call(partial(torch.set_num_threads, runner.num_threads))
     if runner.group is not None:
         runner.group.watch(engine.fail)
     return engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,9 +55,9 @@ def reach_of(runs: Iterable[tuple[Sequence[int], int]], kinds: frozenset[str]) -
     return LoraReach.ATTENTION if kinds <= {"qkv", "o"} else LoraReach.ALL
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """The sampling parameters, one row for every sequence that samples."""
+class SamplingInputs(NamedTuple):
+    """The sampling parameters as `sample_rows` takes them, one row for every sequence that
+    samples."""
 
     temperature: torch.Tensor  # [R] float32
     top_k: torch.Tensor  # [R] int32

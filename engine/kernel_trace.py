@@ -19,7 +19,7 @@ from engine.device_memory import page_layout
 from engine.device_step import DeviceSteps
 from engine.int4_forms import NO_INT4, Int4Forms
 from engine.kv_cache import allocate_kv_cache
-from engine.largest_step import max_step_tokens, step_limits
+from engine.largest_step import step_limits
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.parallel.shards import Shard
@@ -79,19 +79,13 @@ def trace_kernels(
         kv = allocate_kv_cache(short, layout, 1, kv_dtype, meta)
         is_fp8 = config.quantization == "fp8"
         weights = WeightBuilder(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights
-        steps = DeviceSteps(
-            Model(short, weights, max_len=1, ranks=SOLO if size == 1 else Traced(size)),
-            kv,
-            pool,
-            limits,
-            max_step_tokens(config),
-            model.eos_token_ids,
-            has_pieces=config.piecewise_graphs,
-        )
+        ranks = SOLO if size == 1 else Traced(size)
+        traced = Model(short, weights, max_len=1, ranks=ranks)
+        steps = DeviceSteps(traced, kv, pool, limits, has_pieces=config.piecewise_graphs)
         steps.mask_once()
         if not config.enforce_eager:
             steps.trace()
-        for batch in _trace_batches(config, limits, pool, [one.digest for one in adapters]):
+        for batch in _trace_batches(limits, pool, [one.digest for one in adapters]):
             steps.trace_batch(batch)
     return frozenset(calls)
 
@@ -125,10 +119,10 @@ def _pool_with(
 
 
 def _trace_batches(
-    config: EngineConfig, limits: StepLimits, pool: AdapterPool, adapters: Sequence[str]
+    limits: StepLimits, pool: AdapterPool, adapters: Sequence[str]
 ) -> Iterator[ScheduledBatch]:
     for owners in with_fitting(pool, mixes(adapters)):
-        for num_tokens in step_sizes(max_step_tokens(config)):
+        for num_tokens in step_sizes(limits.max_tokens):
             for shape in batch_shapes(num_tokens, limits):
                 yield make_batch(shape, owners, limits, 1, GREEDY)
 

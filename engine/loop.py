@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 class EngineLoop:
     def __init__(self, engine: Engine) -> None:
-        self.on_step: list[Callable[[StepOutput], None]] = []
-        self.on_death: list[Callable[[EngineDeadError], None]] = []
-        self.load: EngineLoad = engine.load()  # after the newest step or command
+        self._on_step: list[Callable[[StepOutput], None]] = []
+        self._on_death: list[Callable[[EngineDeadError], None]] = []
+        self._load: EngineLoad = engine.load()  # after the newest step or command
         self._engine = engine
         self._wakeup = threading.Condition()  # guards the next four fields
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -50,7 +50,20 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
+    def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
+        """Registers a callback that the engine's thread calls once per step."""
+        self._on_step.append(callback)
+
+    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
+        """Registers a callback that the engine's thread calls once, when its loop ends for any
+        reason."""
+        self._on_death.append(callback)
+
+    def load(self) -> EngineLoad:
+        return self._load
+
     def stop(self) -> None:
+        """Returns when the step in progress has ended. Unfinished requests are lost."""
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
@@ -92,13 +105,16 @@ class EngineLoop:
         return future
 
     def last_step_age_s(self) -> float:
+        """Returns how long the current step, or the command between two steps, has lasted so far; 0
+        when idle, infinite when dead."""
         began_s = self._step_began_s
         if self._death is not None:
             return math.inf
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def usual_step_s(self) -> float:
-        """Returns `Engine.usual_step_s`; infinite while a command runs."""
+        """Returns the longest recent duration of steps like the current one; infinite if unknown or
+        while a command between two steps runs."""
         return self._engine.usual_step_s if self._is_in_step else math.inf
 
     def _run(self) -> None:
@@ -141,10 +157,10 @@ class EngineLoop:
             self._is_in_step = False
             if self._is_overdue and not self._engine.is_stuck:
                 step = self._note_missed_wakeup(step)
-            self.load = step.load
-            _notify(self.on_step, step)
+            self._load = step.load
+            _notify(self._on_step, step)
         else:
-            self.load = self._engine.load()
+            self._load = self._engine.load()
         self._ask_awaited()
         self._step_began_s = None
 
@@ -177,7 +193,7 @@ class EngineLoop:
 
     def _ask(self, condition: Callable[[], bool], future: Future[None]) -> None:
         if condition():
-            self.load = self._engine.load()
+            self._load = self._engine.load()
             future.set_result(None)
         else:
             self._awaited.append((condition, future))
@@ -196,7 +212,7 @@ class EngineLoop:
         for _, future in self._awaited:
             future.set_exception(death)
         self._awaited.clear()
-        _notify(self.on_death, death)
+        _notify(self._on_death, death)
 
 
 def _notify(callbacks: list[Callable[[T], None]], value: T) -> None:

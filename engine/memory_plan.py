@@ -155,13 +155,11 @@ def check_asked(asked: Mapping[str, int | None], memory_bytes: int, where: str) 
     raise EngineMemoryError(f"{words}, but {where} has {memory_bytes / GIB:.3f} GiB of memory")
 
 
-def default_adapter_pool_bytes(
-    *, total: int, utilization: float, weights: int, page_bytes: int
-) -> int:
-    """Returns an eighth of the share after the weights: on 140 GB, 160 adapters of rank 16 on all
-    linear layers of a base of 8B. Small devices: 16 of them, if that is no more than a quarter.
-    `page_bytes`: of one such adapter."""
-    left = max(0, int(total * utilization) - weights)
+def default_adapter_pool_bytes(left: int, page_bytes: int) -> int:
+    """Returns an eighth of the share that is left after the weights: on 140 GB, 160 adapters of
+    rank 16 on all linear layers of a base of 8B. Small devices: 16 of them, if that is no more than
+    a quarter. `page_bytes`: of one such adapter."""
+    left = max(0, left)
     size = max(left // 8, min(_MIN_POOL_ADAPTERS * page_bytes, left // 4))
     return min(size // page_bytes, _MAX_POOL_ADAPTERS) * page_bytes
 

@@ -197,7 +197,11 @@ class Model:
             apply_lora_(self._head_site, (logits,), hidden, lora.select(rows))
         if self.ranks.size > 1:
             logits = self.ranks.all_gather(logits)[:, : self.config.vocab_size]
-        return self._scaled_logits(logits)
+        if self.config.logits_scaling != 1.0:
+            logits /= self.config.logits_scaling
+        if (cap := self.config.logits_soft_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
@@ -217,13 +221,6 @@ class Model:
         if self._embedding_multiplier != 1.0:
             embedded *= self._embedding_multiplier
         return embedded
-
-    def _scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.config.logits_scaling != 1.0:
-            logits /= self.config.logits_scaling
-        if (cap := self.config.logits_soft_cap) is not None:
-            logits.div_(cap).tanh_().mul_(cap)
-        return logits
 
     def _project(
         self,

@@ -26,7 +26,7 @@ from engine.device_memory import (
 from engine.device_step import DeviceSteps
 from engine.int4_forms import resolve_int4
 from engine.kv_cache import KVCache, allocate_kv_cache, block_bytes
-from engine.largest_step import largest_batch, max_step_tokens, num_blocks, step_limits
+from engine.largest_step import largest_batch, num_blocks, step_limits
 from engine.memory_plan import DeviceUse
 from engine.model import Model
 from engine.model_config import read_model_config
@@ -129,7 +129,7 @@ class Rank:
             self.shard.rank,
             self.shard.size,
             self.device,
-            min(max_step_tokens(self.config) * hidden, _MAX_SHARED_BYTES),
+            min(self.limits.max_tokens * hidden, _MAX_SHARED_BYTES),
             hidden,
         )
         if self.is_cuda:
@@ -164,19 +164,10 @@ class Rank:
         )
 
     def make_steps(self, kv: KVCache, pool: AdapterPool, group: Group | None = None) -> Steps:
-        eos = self.model_config.eos_token_ids
         if not self.uses_triton:
-            return ReferenceSteps(self.model, kv, pool, eos, group)
-        return DeviceSteps(
-            self.model,
-            kv,
-            pool,
-            self.limits,
-            max_step_tokens(self.config),
-            eos,
-            has_pieces=self.config.piecewise_graphs,
-            group=group,
-        )
+            return ReferenceSteps(self.model, kv, pool, group)
+        has_pieces = self.config.piecewise_graphs
+        return DeviceSteps(self.model, kv, pool, self.limits, has_pieces=has_pieces, group=group)
 
     @torch.inference_mode()
     def capture(self, steps: Steps) -> None:
@@ -192,10 +183,8 @@ class Rank:
         """Measures the memory of the largest steps, on a cache of a few blocks, and of the
         kernels' binaries."""
         assert self.empty is not None
-        config, max_len = self.config, self.max_model_len
-        max_tokens = max_step_tokens(config)
-        batch = largest_batch(max_tokens, config.max_num_seqs, max_len, config.block_size)
-        kv = self.allocate_kv(num_blocks(max_tokens, max_len, config.block_size))
+        batch = largest_batch(self.limits)
+        kv = self.allocate_kv(num_blocks(self.limits))
         steps = self.make_steps(kv, pool)
         with explain_out_of_memory(
             "trying the largest step", ("max_num_batched_tokens", "max_num_seqs")
@@ -206,7 +195,7 @@ class Rank:
             if isinstance(steps, DeviceSteps):
                 activations += steps.mask_bytes
             graphs = 0
-            if isinstance(steps, DeviceSteps) and not config.enforce_eager:
+            if isinstance(steps, DeviceSteps) and not self.config.enforce_eager:
                 # One pool for both kinds, but memory that one kind frees need not fit the other.
                 graphs = steps.graphs_overhead + sum(
                     peak_bytes(self.device, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -37,14 +36,12 @@ class ReferenceSteps:
         model: Model,
         kv: KVCache,
         pool: AdapterPool,
-        eos_token_ids: Collection[int],
         group: Group | None = None,
     ) -> None:
         """`group`: the other ranks, which compute each step, too."""
         self._model = model
         self._kv = kv
         self._pool = pool
-        self._eos_token_ids = eos_token_ids
         self._group = group
 
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
@@ -57,7 +54,9 @@ class ReferenceSteps:
             if step.num_samples:
                 logits = self._model.logits(hidden[: step.num_samples], inputs, 0, self._pool)
             prompts = find_prompt_logprobs(batch, inputs, hidden, self._model, self._pool)
-        answers = [] if logits is None else sample(logits, batch.rows, self._eos_token_ids)
+        answers = (
+            [] if logits is None else sample(logits, batch.rows, self._model.config.eos_token_ids)
+        )
         return FinishedStep(completed(by_sequence(batch, answers.__getitem__), prompts))
 
 

@@ -32,7 +32,6 @@ from engine.device_memory import (
 from engine.device_step import DeviceSteps
 from engine.host_memory import available_bytes
 from engine.kv_cache import block_bytes, count_blocks, plan_kv
-from engine.largest_step import max_draws, max_step_tokens
 from engine.memory_plan import check_asked
 from engine.model_config import ModelConfig, lora_sites
 from engine.parallel.adapters import GroupPool
@@ -81,7 +80,7 @@ class ModelRunner:
         check_asked_memory(config, self.device)
         self.group: Group | None = None  # the other ranks
         if rank.shard.size > 1:
-            slot_ints = slot_size(max_step_tokens(config), rank.limits)
+            slot_ints = slot_size(rank.limits)
             self.group = Group(config, slot_ints, self.num_threads, is_cuda=rank.is_cuda)
         try:
             self._open(config)
@@ -135,13 +134,14 @@ class ModelRunner:
                 "warming up", ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
             ):
                 sites = self._whole_sites  # a pool of several ranks cuts adapters itself
-                run_warm_up(self._steps, config, rank.limits, self.num_blocks, self.adapters, sites)
+                run_warm_up(self._steps, rank.limits, self.num_blocks, self.adapters, sites)
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
         # The reference backend has no buffers of a fixed size, but logits for each draw.
-        self.max_draws = max_draws(config)
+        self.max_draws = rank.limits.max_draws
         if not rank.uses_triton:
-            self.max_draws = max(self.max_draws, min(max_step_tokens(config), _REFERENCE_DRAWS))
+            most = min(rank.limits.max_tokens, _REFERENCE_DRAWS)
+            self.max_draws = max(self.max_draws, most)
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -60,39 +60,30 @@ class EngineInterface(Protocol):
     def usual_step_s(self) -> float: ...
 
 
-class AsyncEngine:
+class AsyncEngine(EngineLoop):
     def __init__(self, engine: Engine, reader: AdapterReader) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._reader = reader
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-reader")
         self._loading: dict[str, Future[None]] = {}
         self._loading_lock = threading.Lock()
         # By request id, of the open generators: written by their event loops.
         self._streams: dict[str, tuple[asyncio.AbstractEventLoop, Outputs]] = {}
-        self._loop = EngineLoop(engine)
-        self._loop.on_step.append(self._notify_step)
-        self._loop.on_death.append(self._notify_death)
+        self.subscribe(self._notify_step)
+        self.on_death(self._notify_death)
 
     @property
     def model_limits(self) -> EngineLimits:
         return self._engine.limits
 
-    def call_first(self, command: Callable[[], None]) -> None:
-        """Has the engine's thread begin with this command. Called before `start`."""
-        self._loop.call(command)
-
-    def start(self) -> None:
-        self._loop.start()
-
     def stop(self) -> None:
-        """Returns when the step in progress has ended. Unfinished requests are lost."""
-        self._loop.stop()
+        super().stop()
         self._engine.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def submit(self, request: Request) -> None:
         """Returns when the request is admitted; its tokens go to the subscribers."""
-        admitted = self._loop.call(lambda: self._engine.add_request(request))
+        admitted = self.call(lambda: self._engine.add_request(request))
         try:
             await asyncio.wrap_future(admitted)
         except asyncio.CancelledError:
@@ -102,20 +93,7 @@ class AsyncEngine:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Aborts a request, or one of its choices, before the next step. Any thread may call it."""
-        self._loop.call(lambda: self._engine.abort(request_id, choice))
-
-    def subscribe(self, callback: Callable[[StepOutput], None]) -> None:
-        """Registers a callback that the engine's thread calls once per step."""
-        self._loop.on_step.append(callback)
-
-    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
-        """Registers a callback that the engine's thread calls once, when its loop ends for any
-        reason."""
-        self._loop.on_death.append(callback)
-
-    def fail(self, fault: EngineDeadError) -> None:
-        """Ends the engine's loop with this error. Any thread may call it."""
-        self._loop.fail(fault)
+        self.call(lambda: self._engine.abort(request_id, choice))
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Yields the outputs of all choices as they come. Closing the generator aborts unfinished
@@ -156,9 +134,7 @@ class AsyncEngine:
     async def unload_adapter(self, digest: str) -> None:
         """Blocks new requests at once; returns when requests that use the adapter have ended, or
         when a load has cancelled the unload."""
-        await asyncio.shield(
-            asyncio.wrap_future(self._loop.call_when_true(self._retirement(digest)))
-        )
+        await asyncio.shield(asyncio.wrap_future(self.call_when_true(self._retirement(digest))))
 
     async def adapters(self) -> tuple[Resident, ...]:
         """Returns the adapters as they are between two steps."""
@@ -177,19 +153,6 @@ class AsyncEngine:
 
     def has_adapter(self, digest: str) -> bool:
         return self._engine.has_adapter(digest)
-
-    def load(self) -> EngineLoad:
-        return self._loop.load
-
-    def last_step_age_s(self) -> float:
-        """Returns how long the current step, or the command between two steps, has lasted so far; 0
-        when idle, infinite when dead."""
-        return self._loop.last_step_age_s()
-
-    def usual_step_s(self) -> float:
-        """Returns the longest recent duration of steps like the current one; infinite if unknown or
-        while a command between two steps runs."""
-        return self._loop.usual_step_s()
 
     def _notify_step(self, step: StepOutput) -> None:
         if self._streams:  # a server subscribes to steps and opens no generator
@@ -210,7 +173,7 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_put_all, found)
 
     async def _between_steps(self, command: Callable[[], T]) -> T:
-        return await asyncio.shield(asyncio.wrap_future(self._loop.call(command)))
+        return await asyncio.shield(asyncio.wrap_future(self.call(command)))
 
     def _abort_if_admitted(self, request: Request, admitted: Future[None]) -> None:
         if not admitted.cancelled() and admitted.exception() is None:
@@ -236,7 +199,7 @@ class AsyncEngine:
                 insert()
                 self._engine.keep_adapter(digest)
 
-            self._loop.call(insert_and_keep).result()
+            self.call(insert_and_keep).result()
             logger.info("adapter %s loaded as %s", digest, name)
         finally:
             with self._loading_lock:

@@ -6,7 +6,7 @@ tokens and blocks, and never a block that a running sequence may need next. Free
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.block_tables import BlockTables
@@ -42,21 +42,20 @@ class Speculation:
     def __init__(
         self,
         config: EngineConfig,
-        drafter: Drafter,
+        runner: Runner,
         cost: StepCost,
-        max_draws: int,
-        eos_token_ids: Collection[int],
-        max_model_len: int,
+        drafter: Drafter | None,
     ) -> None:
-        self._drafter = drafter
+        """`drafter`: None: drafts come from earlier text."""
+        self._drafter = drafter or SuffixDrafter(config.suffix_cache_bytes)
         self._mode: SpeculationMode = config.speculation
         self._cost = cost
         self._most = config.num_speculative_tokens
-        self._max_draws = max_draws
+        self._max_draws = runner.max_draws
         self._max_num_seqs = config.max_num_seqs
         self._max_step_tokens = config.max_num_batched_tokens
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(runner.model_config.eos_token_ids)
+        self._max_model_len = runner.max_model_len
         self._gate = DraftGate()
         self._acceptances = Acceptances()
         self._running: dict[Choice, _Guessed] = {}
@@ -264,22 +263,6 @@ class Speculation:
         if sequence.grammar_state is None or not count:
             return count
         return sequence.grammar_state.num_allowed(token_ids[:count])
-
-
-def open_speculation(
-    config: EngineConfig, runner: Runner, cost: StepCost, drafter: Drafter | None
-) -> Speculation | None:
-    """Returns None if it is off. `drafter`: None: drafts come from earlier text."""
-    if config.speculation == "off":
-        return None
-    return Speculation(
-        config,
-        drafter or SuffixDrafter(config.suffix_cache_bytes),
-        cost,
-        runner.max_draws,
-        runner.model_config.eos_token_ids,
-        runner.max_model_len,
-    )
 
 
 def _has_room(part: ScheduledSequence, count: int, tables: BlockTables, num_running: int) -> bool:

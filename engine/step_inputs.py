@@ -42,6 +42,7 @@ Weights = list[tuple[float, ...]] | None  # of the pages of each run; None: all 
 class StepLimits:
     """The sizes of the buffers: fixed from the start, because graphs hold their addresses."""
 
+    max_tokens: int
     max_seqs: int
     max_draws: int  # tokens drawn in a step, with those after drafts
     max_model_len: int
@@ -66,21 +67,20 @@ def is_decode(batch: ScheduledBatch) -> bool:
     return all(part.samples and part.known_end - part.start == 1 for part in batch.sequences)
 
 
-def max_words(max_tokens: int, limits: StepLimits) -> int:
-    """Returns the 32-bit words that a step of up to `max_tokens` takes at most, whatever the size
-    of the pool."""
+def max_words(limits: StepLimits) -> int:
+    """Returns the 32-bit words that a step takes at most, whatever the size of the pool."""
     pages = limits.max_seqs * limits.max_rank_pages
-    return _sizes(max_tokens, limits, pages, is_decode=False).num_words
+    return _sizes(limits, pages, is_decode=False).num_words
 
 
-def _sizes(max_tokens: int, limits: StepLimits, max_pages: int, *, is_decode: bool) -> BufferSizes:
+def _sizes(limits: StepLimits, max_pages: int, *, is_decode: bool) -> BufferSizes:
     return BufferSizes(
-        max_tokens,
+        limits.max_tokens,
         limits.max_seqs,
         limits.max_draws,
         limits.max_blocks,
-        work_size(limits.max_seqs, max_tokens, limits.heads),
-        lora_plan_size(max_tokens, max_pages, large=not is_decode),
+        work_size(limits.max_seqs, limits.max_tokens, limits.heads),
+        lora_plan_size(limits.max_tokens, max_pages, large=not is_decode),
         # A decode's logits have the rows of its tokens, and their plan.
         0 if is_decode else lora_plan_size(limits.max_draws, max_pages, large=False),
         limits.num_tables,
@@ -90,7 +90,6 @@ def _sizes(max_tokens: int, limits: StepLimits, max_pages: int, *, is_decode: bo
 class StepInputs:
     def __init__(
         self,
-        max_tokens: int,
         limits: StepLimits,
         pool: AdapterPool,
         scratch: AttentionScratch,
@@ -100,14 +99,13 @@ class StepInputs:
     ) -> None:
         """`is_decode`: for graphs of decodes, with `for_graph` and `write_for_graph` only;
         otherwise with the other methods only."""
-        self.max_tokens = max_tokens
         self._limits = limits
         self._pool = pool
         self._scratch = scratch
         self._drawn = drawn
         # The pages of all adapters in one step together.
         self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
-        sizes = _sizes(max_tokens, limits, self._max_pages, is_decode=is_decode)
+        sizes = _sizes(limits, self._max_pages, is_decode=is_decode)
         self._buffers = StepBuffers(sizes, drawn.device)
         # In each of the two host buffers, of decodes.
         self._plans: list[tuple[PageRuns, Weights, bool, bool] | None] = [None, None]
@@ -132,7 +130,7 @@ class StepInputs:
             lora = LoraPlan.for_graph(
                 device("lora"),
                 size,
-                self.max_tokens,
+                self._limits.max_tokens,
                 self._max_pages,
                 self._limits.max_rank_pages,
                 has_affine=reach is LoraReach.AFFINE,
@@ -185,7 +183,7 @@ class StepInputs:
         write_lora_plan(
             self._buffers.host("lora"),
             runs,
-            self.max_tokens,
+            self._limits.max_tokens,
             self._max_pages,
             weights,
             large=False,
@@ -218,7 +216,7 @@ class StepInputs:
             lora = LoraPlan.for_graph(
                 self._buffers.device("lora"),
                 size,
-                self.max_tokens,
+                self._limits.max_tokens,
                 self._max_pages,
                 self._limits.max_rank_pages,
                 large=True,
@@ -251,7 +249,7 @@ class StepInputs:
             lora = write_lora_plan(
                 self._buffers.host("lora"),
                 runs,
-                self.max_tokens,
+                self._limits.max_tokens,
                 self._max_pages,
                 weights,
                 has_embedding=_EMBEDDING in kinds,
@@ -281,7 +279,7 @@ class StepInputs:
             lora = LoraPlan.for_step(
                 self._buffers.device("lora"),
                 layout.lora,
-                self.max_tokens,
+                self._limits.max_tokens,
                 self._max_pages,
                 has_affine=affine,
             )

@@ -25,7 +25,6 @@ from engine.errors import EngineError, UnsupportedModelError
 from engine.host_memory import available_bytes
 from engine.int4_forms import Int4Forms, possible_forms
 from engine.kernel_trace import trace_kernels
-from engine.largest_step import max_step_tokens
 from engine.model_config import ModelConfig, read_model_config
 from engine.resolved import resolve_dtype, resolve_fp8, resolve_max_len, resolve_shard
 from engine.step_inputs import StepLimits
@@ -143,7 +142,6 @@ def warm_cache(config: EngineConfig, capability: Capability | None) -> PreparedK
 
 def run_warm_up(
     steps: DeviceSteps,
-    config: EngineConfig,
     limits: StepLimits,
     num_blocks: int,
     pool: AdapterPool,
@@ -157,7 +155,7 @@ def run_warm_up(
     num_steps = 0
     steps.mask_once()
     try:
-        for owners, sizes in _mixes(pool, digests, _sizes(max_step_tokens(config))):
+        for owners, sizes in _mixes(pool, digests, _sizes(limits.max_tokens)):
             for batch in _batches(sizes, limits, num_blocks, owners):
                 # Adapters move outside of it: buffers made in inference mode cannot be reused.
                 with torch.inference_mode():

@@ -154,30 +154,22 @@ def test_a_plan_never_exceeds_its_share_nor_the_device(
 
 def test_the_default_pool_is_an_eighth_of_what_the_weights_leave() -> None:
     page = 92 * 1024**2
-    size = default_adapter_pool_bytes(
-        total=140 * GIB, utilization=0.9, weights=15 * GIB, page_bytes=page
-    )
+    size = default_adapter_pool_bytes(int(140 * GIB * 0.9) - 15 * GIB, page)
     assert size // page == 111 * GIB // 8 // page == 154
     assert size % page == 0
 
 
 def test_on_a_small_device_the_pool_leaves_three_quarters_to_kv() -> None:
     page = 92 * 1024**2
-    size = default_adapter_pool_bytes(
-        total=24 * GIB, utilization=0.9, weights=15 * GIB, page_bytes=page
-    )
+    size = default_adapter_pool_bytes(int(24 * GIB * 0.9) - 15 * GIB, page)
     left = int(24 * GIB * 0.9) - 15 * GIB
     assert left // 8 < size <= min(left // 4, 16 * page)
-    full = default_adapter_pool_bytes(
-        total=16 * GIB, utilization=0.9, weights=15 * GIB, page_bytes=page
-    )
+    full = default_adapter_pool_bytes(int(16 * GIB * 0.9) - 15 * GIB, page)
     assert full == 0
 
 
 def test_a_small_base_gets_no_more_pages_than_are_of_use() -> None:
-    size = default_adapter_pool_bytes(
-        total=140 * GIB, utilization=0.9, weights=GIB, page_bytes=1024**2
-    )
+    size = default_adapter_pool_bytes(int(140 * GIB * 0.9) - GIB, 1024**2)
     assert size == GIB
 
 

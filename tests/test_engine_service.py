@@ -416,7 +416,7 @@ async def test_an_engine_that_waits_for_room_is_no_fault(monkeypatch: pytest.Mon
         for _ in range(5):  # each but the first is the watchdog's
             await loads.until(lambda step: step.load.num_waiting == 1)
         assert not collecting.done()
-        await asyncio.to_thread(engine._loop.call(runner.adapters.blocked.clear).result)
+        await asyncio.to_thread(engine.call(runner.adapters.blocked.clear).result)
         assert await asyncio.wait_for(collecting, 20)
         assert engine.load().num_missed_wakeups == 0
     finally:

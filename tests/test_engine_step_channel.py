@@ -32,7 +32,9 @@ _MODEL = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
 }
-_CONFIG = EngineConfig("", "", max_num_seqs=_MAX_SEQS, block_size=BLOCK_SIZE)
+_CONFIG = EngineConfig(
+    "", "", max_num_seqs=_MAX_SEQS, max_num_batched_tokens=12 * _MAX_SEQS, block_size=BLOCK_SIZE
+)
 _LIMITS = step_limits(_CONFIG, parse_model_config(_MODEL, {}), 24 * BLOCK_SIZE, 1)
 _PARAMS = (GREEDY, SamplingParams(prompt_logprobs=1))
 _PARTS = st.lists(
@@ -48,7 +50,7 @@ _PARTS = st.lists(
 
 
 def _segment() -> StepSegment:
-    return StepSegment(slot_size(12 * _MAX_SEQS, _LIMITS))
+    return StepSegment(slot_size(_LIMITS))
 
 
 def _step(parts: list[tuple[int, str | None, int, SamplingParams]]) -> StepArrays:

@@ -114,12 +114,7 @@ def estimate_fit(
     weights = WeightBuilder(shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights.nbytes
     page = page_layout(meant, shard.sites(), dtype).page_bytes
     share = int(memory_bytes * _CONFIG.gpu_memory_utilization)
-    pool = default_adapter_pool_bytes(
-        total=memory_bytes,
-        utilization=_CONFIG.gpu_memory_utilization,
-        weights=weights,
-        page_bytes=page,
-    )
+    pool = default_adapter_pool_bytes(share - weights, page)
     reasons = ""
     if is_cuda and quantization in ("auto", "int4") and stores_int4(config):
         reasons = describe_reasons(stored_forms(config, checkpoint, num_ranks)[1])

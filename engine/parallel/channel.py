@@ -167,9 +167,9 @@ class StepSegment:
         return words
 
 
-def slot_size(max_tokens: int, limits: StepLimits) -> int:
+def slot_size(limits: StepLimits) -> int:
     """Returns the integers that a step of this size takes at most, as arrays or as words. Of memory
     that no step has touched, the system has no pages."""
     of_sequence = 10 + limits.num_tables * limits.max_blocks + _KEY_INTS
-    arrays = 3 * max_tokens + limits.max_seqs * of_sequence + 64
-    return max(arrays, -(-max_words(max_tokens, limits) // 2))
+    arrays = 3 * limits.max_tokens + limits.max_seqs * of_sequence + 64
+    return max(arrays, -(-max_words(limits) // 2))

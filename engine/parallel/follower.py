@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ logger = logging.getLogger(__name__)
 class _Server:
     rank: Rank
     kv: KVCache
-    copies: FollowerBlockCopier | None  # None: KV has no host tier
     pool: FollowerPool
     steps: Steps
     segment: StepSegment
+    calls: Mapping[str, Callable[..., None]]  # for messages that are a method and its arguments
 
     def obey(self, message: dict[str, Any], file: int | None) -> None:
         match message:
@@ -51,9 +52,6 @@ class _Server:
                 found = msgspec.convert(layout, StepLayout)
                 self.steps.follow(found, words, message["number"], self._note_taken)
                 self.pool.note_launch()
-            case {"do": "draw", "count": count}:
-                assert isinstance(self.steps, DeviceSteps)
-                self.steps.follow_draw(count)
             case {"do": "prompts", "number": number}:
                 assert isinstance(self.steps, DeviceSteps)
                 self.steps.follow_prompts(number)
@@ -62,22 +60,12 @@ class _Server:
                 step = self.segment.read(slot)
                 self._note_taken()
                 follow(self.rank.model, self.kv, self.pool, step)
-            case {"do": "write", "digest": digest, "blocks": blocks}:
-                self.pool.write(digest, blocks, message["after"])
-            case {"do": "land", "digest": digest}:
-                self.pool.land(digest)
             case {"do": "keep", "digest": digest, "num_bytes": num_bytes, "shape": shape}:
                 assert file is not None
                 shard = self.rank.shard
                 self.pool.keep(shard, digest, num_bytes, shape, message["num_blocks"], file)
-            case {"do": "store", "blocks": blocks, "slots": slots} if self.copies is not None:
-                self.copies.store(blocks, slots)
-            case {"do": "load", "blocks": blocks, "slots": slots} if self.copies is not None:
-                self.copies.load(slots, blocks)
-            case {"do": "hold", "number": number} if self.copies is not None:
-                self.copies.hold_steps(number)
-            case {"do": "drop", "digest": digest}:
-                self.pool.drop(digest)
+            case {"do": do, **arguments} if do in self.calls:
+                self.calls[do](**arguments)
             case _:
                 raise ValueError(f"an unknown message: {message}")
 
@@ -156,9 +144,17 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
     rank.capture(steps)
     gc.collect()  # a collection of all that is there now would hold up every rank
     gc.freeze()
-    own = open_block_copies(config, kv, None)
-    copies = None if own is None else FollowerBlockCopier(own)
-    return _Server(rank, kv, copies, pool, steps, segment)
+    calls: dict[str, Callable[..., None]] = {
+        "write": pool.write,
+        "land": pool.land,
+        "drop": pool.drop,
+    }
+    if isinstance(steps, DeviceSteps):
+        calls["draw"] = steps.follow_draw
+    if (own := open_block_copies(config, kv, None)) is not None:
+        copies = FollowerBlockCopier(own)
+        calls |= {"store": copies.store, "load": copies.load, "hold": copies.hold_steps}
+    return _Server(rank, kv, pool, steps, segment, calls)
 
 
 def _live(end: int, segment: StepSegment, rank: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -27,6 +27,7 @@ _FREE_BYTES = 1 << 20
 _FREE_COMMAS = 1 << 14
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NULL = msgspec.Raw(b"null")
+T = TypeVar("T")
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -60,7 +61,8 @@ def added_by_tokenizer(base: bytes, own: bytes) -> tuple[AddedToken, ...]:
         own.count(b",") > 2 * base.count(b",") + _FREE_COMMAS
     ):
         _refuse(f"it is much larger than the base's ({len(own)} bytes, the base's {len(base)})")
-    there, here = _read(base, "the base's file"), _read(own, "it")
+    there = _read(base, _TokenizerFile, "the base's file")
+    here = _read(own, _TokenizerFile, "it")
     _compare_models(there.model, here.model)
     for part in _PARTS:
         before, after = getattr(there, part), getattr(here, part)
@@ -115,9 +117,9 @@ def extend(library: Tokenizer, tokens: tuple[AddedToken, ...]) -> Tokenizer:
     return extended
 
 
-def _read(file: bytes, name: str) -> _TokenizerFile:
+def _read(file: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
     try:
-        return msgspec.json.decode(file, type=_TokenizerFile)
+        return msgspec.json.decode(file, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse(f"{name} cannot be read: {error}")
 
@@ -125,7 +127,7 @@ def _read(file: bytes, name: str) -> _TokenizerFile:
 def _compare_models(there: msgspec.Raw, here: msgspec.Raw) -> None:
     if bytes(there) == bytes(here):
         return
-    before, after = _model(there), _model(here)
+    before, after = (_read(raw, dict[str, Any], "its model") for raw in (there, here))
     old, new = before.pop("vocab", None), after.pop("vocab", None)
     if old != new:
         _refuse(f"its vocabulary differs from the base's{_first_difference(old, new)}")
@@ -135,13 +137,6 @@ def _compare_models(there: msgspec.Raw, here: msgspec.Raw) -> None:
         # The library writes the defaults of some versions and leaves them out in others.
         if (before.get(key) or None) != (after.get(key) or None) and key != "type":
             _refuse(f"its model's {key} differs from the base's")
-
-
-def _model(raw: msgspec.Raw) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse(f"its model cannot be read: {error}")
 
 
 def _merges(value: object) -> object:

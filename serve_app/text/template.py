@@ -127,15 +127,11 @@ class _Counter:
             self.num_chars += len(value)
             return value
         if isinstance(value, dict):
-            return {self._key(key): self.copy(item) for key, item in value.items()}
+            return {self.copy(key): self.copy(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.copy(item) for item in value]
         self.num_chars += 8
         return value
-
-    def _key(self, key: str) -> str:
-        self.num_chars += len(key)
-        return key
 
 
 def _cut_at_tag(text: str, final: str) -> str:

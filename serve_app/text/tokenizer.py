@@ -44,13 +44,6 @@ class TokenTable:
     pieces: tuple[str | int | None, ...] | None  # SentencePiece only
     num_strip: int = 0
 
-    def detokenizer_tables(self) -> tuple[tuple[bytes, ...], tuple[str | int | None, ...] | None]:
-        """Returns `raw` and `pieces` with special tokens emptied."""
-        raw = tuple(b"" if i in self.special else token for i, token in enumerate(self.raw))
-        if self.pieces is None:
-            return raw, None
-        return raw, tuple(None if i in self.special else p for i, p in enumerate(self.pieces))
-
 
 class TextTokenizer:
     """Stateless after loading and thread-safe; encode long texts off the event loop."""
@@ -64,12 +57,16 @@ class TextTokenizer:
         added: list[int] = tokenizer.encode("", add_special_tokens=True).ids
         # A text that begins with it must not get a second one; None if the tokenizer adds none.
         self._own_bos = bos_token if bos is not None and added[:1] == [bos] else None
-        self._table = _read_table(tokenizer)
-        self._visible_raw, self._visible_pieces = self._table.detokenizer_tables()
-        self.vocab_size = len(self._table.raw)
-        self.max_token_chars = max(
-            len(token.decode("utf-8", "replace")) for token in self._table.raw
+        self._table = table = _read_table(tokenizer)
+        # The same without the texts of special tokens.
+        self._visible_raw = tuple(
+            b"" if i in table.special else token for i, token in enumerate(table.raw)
         )
+        self._visible_pieces = tuple(
+            None if i in table.special else piece for i, piece in enumerate(table.pieces or ())
+        )
+        self.vocab_size = len(table.raw)
+        self.max_token_chars = max(len(token.decode("utf-8", "replace")) for token in table.raw)
         self._check_table()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -96,7 +93,6 @@ class TextTokenizer:
         if self._table.pieces is None:
             return ByteDetokenizer(self._visible_raw if skip_special_tokens else self._table.raw)
         pieces = self._visible_pieces if skip_special_tokens else self._table.pieces
-        assert pieces is not None
         return PieceDetokenizer(pieces, self._table.num_strip if at_start else 0)
 
     def with_tokens(self, added: tuple[AddedToken, ...]) -> TextTokenizer:

@@ -1,4 +1,5 @@
-"""Reads of a device's memory from torch and the driver, before, while and after it fills.
+"""Reads of a device's memory from torch and the driver, before, while and after it fills, and the
+errors of a device.
 
 Out of memory becomes an error with the purpose of the allocation, the memory present and the
 setting to change. The arithmetic of the shares is `memory_plan`'s.
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.errors import EngineDeadError, EngineMemoryError, UnsupportedModelError
 from engine.host_memory import total_bytes
 from engine.memory_plan import (
     GIB,
@@ -92,6 +93,29 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Turns a fault of the device into EngineDeadError. It is permanent: every later call fails as
+    well, and torch, cuBLAS or Triton, whichever meets it first, raises its own error. Out of memory
+    is no such fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_device_lost():
+            raise EngineDeadError(f"the device failed: {str(error)[:200]}") from error
+        raise
+
+
+def _is_device_lost() -> bool:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def page_layout(config: EngineConfig, sites: Sequence[Site], dtype: torch.dtype) -> PageLayout:

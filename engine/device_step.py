@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from engine.decode_graphs import DecodeGraphs, GraphKey, graph_sizes
-from engine.device_faults import device_faults
+from engine.device_memory import device_faults
 from engine.inputs import ForwardInputs, SamplingInputs
 from engine.kv_cache import KVCache
 from engine.masks import Masks

@@ -31,7 +31,6 @@ from engine.memory_plan import DeviceUse
 from engine.model import Model
 from engine.model_config import read_model_config
 from engine.parallel.group import Group
-from engine.parallel.shards import Shard
 from engine.reference_step import ReferenceSteps
 from engine.resolved import (
     resolve_backend,
@@ -76,8 +75,7 @@ class Rank:
         self.capability = capability
         of_kernels = capability if self.uses_triton else None
         self.kv_dtype = resolve_kv_dtype(config, self.dtype, of_kernels)
-        first = resolve_shard(config, whole)
-        self.shard = Shard(whole, index, first.size)
+        self.shard = resolve_shard(config, whole, index)
         self.is_fp8 = resolve_fp8(config, self.shard.config, self.dtype, of_kernels)
         check_host_tier(config, block_bytes(self.shard.config, self.layout, self.kv_dtype))
         if config.lora_dtype != "auto":
@@ -95,7 +93,6 @@ class Rank:
         return step_limits(self.config, self.model_config, self.max_model_len, num_tables)
 
     def load(self) -> None:
-        """Loads this rank's weights."""
         if self.is_cuda:
             self.empty = look_at_empty_device(self.device)
         held = allocated_bytes(self.device) if self.is_cuda else 0
@@ -171,7 +168,6 @@ class Rank:
 
     @torch.inference_mode()
     def capture(self, steps: Steps) -> None:
-        """Captures the graphs of steps on a CUDA device."""
         if not isinstance(steps, DeviceSteps) or not self.is_cuda or self.config.enforce_eager:
             return
         with explain_out_of_memory(

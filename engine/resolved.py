@@ -94,14 +94,14 @@ def resolve_kv_dtype(
     return E4M3
 
 
-def resolve_shard(config: EngineConfig, model: ModelConfig) -> Shard:
-    """Returns the first rank's part of the base. Raises UnsupportedModelError."""
+def resolve_shard(config: EngineConfig, model: ModelConfig, rank: int = 0) -> Shard:
+    """Returns a rank's part of the base. Raises UnsupportedModelError."""
     size = config.tensor_parallel_size
     if not 1 <= size <= MAX_RANKS:
         raise UnsupportedModelError(
             f"tensor_parallel_size is {size}, but must be between 1 and {MAX_RANKS}"
         )
-    return Shard(model, 0, size)
+    return Shard(model, rank, size)
 
 
 def resolve_max_len(config: EngineConfig, model: ModelConfig) -> int:

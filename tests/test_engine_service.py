@@ -232,9 +232,7 @@ async def test_the_first_command_runs_before_all_others_in_the_engines_thread(
 ) -> None:
     engine = AsyncEngine(Engine(make_config(), runner), reader)
     seen: list[tuple[str, bool]] = []
-    engine.call_first(
-        lambda: seen.append((threading.current_thread().name, engine.has_adapter("new")))
-    )
+    engine.call(lambda: seen.append((threading.current_thread().name, engine.has_adapter("new"))))
     engine.start()
     await engine.load_adapter("name", "new", "path")
     assert seen == [("engine", False)]

@@ -120,7 +120,9 @@ def estimate_fit(
         reasons = describe_reasons(stored_forms(config, checkpoint, num_ranks)[1])
     left = share - weights - pool - (RESERVED_BYTES if is_cuda else 0)
     return Fit(
-        stored_as=_stored_as(config, checkpoint),
+        stored_as="plain weights"
+        if config.quantization is None
+        else f"{config.quantization.words} ({checkpoint.num_quantized} modules)",
         served_as=_served_as(config, dtype, checkpoint, is_cuda=is_cuda, is_fp8=is_fp8, int4=int4),
         stored_bytes=checkpoint.num_bytes,
         weight_bytes=weights,
@@ -152,12 +154,6 @@ def _kv_tokens(config: ModelConfig, num_bytes: int, dtype: torch.dtype, *, runs_
     uncommitted = num_uncommitted(_CONFIG.max_num_batched_tokens, runs_ahead=runs_ahead)
     num_blocks = num_bytes // block_bytes(config, layout, dtype) - layout.num_null_blocks
     return layout.num_tokens(max(0, num_blocks), uncommitted, length)
-
-
-def _stored_as(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    if config.quantization is None:
-        return "plain weights"
-    return f"{config.quantization.words} ({checkpoint.num_quantized} modules)"
 
 
 def _served_as(

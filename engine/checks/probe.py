@@ -24,7 +24,7 @@ from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence
 from engine.types import Sequence as Choice
-from engine.weights import LayerWeights, Weights
+from engine.weights import Weights
 from kernels.matrix import Matrix
 from lora.pool import AdapterPool
 from lora.sites import Site, Slice
@@ -37,7 +37,6 @@ _BEYOND_NOISE = 1.0  # a larger change of a logit is not rounding, in any type
 
 class Probe:
     def __init__(self, model: Model, pool: AdapterPool) -> None:
-        self._config = model.config
         self._model = model
         self._pool = pool
 
@@ -97,9 +96,11 @@ class Probe:
         num_rows = sum(len(request.prompt_token_ids) for request in of)
         every = replace(inputs, logit_rows=None, host_logit_rows=tuple(range(num_rows)))
         # Every key is kept: the layers are one group.
-        layout = kv_layout((None,) * self._config.num_layers, _BLOCK_SIZE, self._config.usual_len)
+        layout = kv_layout(
+            (None,) * self._model.config.num_layers, _BLOCK_SIZE, self._model.config.usual_len
+        )
         held = kv_dtype or pool.dtype
-        kv = allocate_kv_cache(self._config, layout, num_blocks, held, pool.device)
+        kv = allocate_kv_cache(self._model.config, layout, num_blocks, held, pool.device)
         hidden = self._model.forward(every, kv, pool)
         is_base = all(request.adapter is None for request in of)
 
@@ -125,11 +126,8 @@ def requests(
 
 def _active(request: Request) -> torch.Tensor:
     """Returns, for each token of the prompt, whether the adapter is active there."""
-    active = [
-        adapter_at(request, position) is not None
-        for position in range(len(request.prompt_token_ids))
-    ]
-    return torch.tensor(active)
+    positions = range(len(request.prompt_token_ids))
+    return torch.tensor([adapter_at(request, position) is not None for position in positions])
 
 
 def _only(parts: Iterator[torch.Tensor], wanted: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -142,8 +140,10 @@ def _only(parts: Iterator[torch.Tensor], wanted: torch.Tensor) -> Iterator[torch
 
 def base_norms(weights: Weights, sites: Sequence[Site]) -> dict[str, float]:
     """Returns the Frobenius norm of the base's weight of each module."""
-    fused: list[Matrix] = [matrix for layer in weights.layers for matrix in _matrices(layer)]
-    fused += [weights.head, weights.embedding]
+    fused: list[Matrix] = []  # in the order of the sites
+    for layer in weights.layers:
+        fused += (layer.qkv, layer.o, layer.gate_up, layer.down)
+    fused += (weights.head, weights.embedding)
     norms: dict[str, float] = {}
     for site, tensor in zip(sites, fused, strict=True):
         for part, rows in _slices(site, tensor):
@@ -208,11 +208,6 @@ def _join(num_prompts: int, parts: Sequence[Compared]) -> LogitChange:
         max_kl=float(kl.max()),
         argmax_changed=float(torch.cat([p.argmax_changed for p in parts]).double().mean()),
     )
-
-
-def _matrices(layer: LayerWeights) -> tuple[Matrix, ...]:
-    """Returns the matrices in the order of `lora_sites`."""
-    return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
 def _slices(site: Site, fused: Matrix) -> Iterator[tuple[Slice, Matrix]]:

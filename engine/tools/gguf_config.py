@@ -134,7 +134,9 @@ def make_config(
     heads = metadata.integer("attention.head_count")
     hidden = metadata.integer("embedding_length")
     rope_size = metadata.integer("rope.dimension_count", hidden // heads)
-    head_dim = metadata.integer("attention.key_length", _usual_head_dim(metadata, rope_size))
+    # Of Phi-3, a part of a head may turn.
+    usual = hidden // heads if metadata.name == "phi3" else rope_size
+    head_dim = metadata.integer("attention.key_length", usual)
     if metadata.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{metadata.name}.attention.value_length is {metadata.get('attention.value_length')}, "
@@ -166,12 +168,6 @@ def make_config(
     }
     scaling = _scaling(metadata, config, rope_tensors)
     return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _usual_head_dim(metadata: Metadata, rope_size: int) -> int:
-    if metadata.name == "phi3":  # a part of a head may turn
-        return metadata.integer("embedding_length") // metadata.integer("attention.head_count")
-    return rope_size
 
 
 def _of_gemma(metadata: Metadata, hidden: int, heads: int, head_dim: int) -> dict[str, object]:

@@ -113,9 +113,11 @@ class BaseText:
         is_guarded: bool = True,
     ) -> Self:
         """Returns the text side of an adapter of this base. `own`: see `adapter_text.own_files`;
-        `tokenizer`: the result of `adapter_tokenizer`, if it is known. Blocks: use a thread."""
-        if tokenizer is None:
-            tokenizer = self.adapter_tokenizer(own)
+        `tokenizer`: one with its added tokens, if there is one. Blocks: use a thread."""
+        tokenizer = tokenizer or self.tokenizer
+        if ADDED_TOKENS in own and tokenizer is self.tokenizer:
+            added = msgspec.json.decode(own[ADDED_TOKENS], type=tuple[AddedToken, ...])
+            tokenizer = tokenizer.with_tokens(added)
         special = {**self.special_tokens, **special_tokens(read_object(own, SPECIAL_TOKENS))}
         source = template_source(own)
         template = self.template
@@ -133,13 +135,6 @@ class BaseText:
             source=self.source if source is None else source,
             base=self,
         )
-
-    def adapter_tokenizer(self, own: Mapping[str, bytes]) -> TextTokenizer:
-        """Returns this base's tokenizer, or a copy with the adapter's added tokens."""
-        if ADDED_TOKENS not in own:
-            return self.tokenizer
-        added = msgspec.json.decode(own[ADDED_TOKENS], type=tuple[AddedToken, ...])
-        return self.tokenizer.with_tokens(added)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -99,11 +99,6 @@ class TextTokenizer:
         """Returns a tokenizer with these tokens, too. Raises UnsupportedModelError."""
         return TextTokenizer(extend(self._tokenizer, added), self._bos_token)
 
-    def vocabulary(self) -> dict[str, int]:
-        """Returns the id of every token, added tokens included."""
-        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return vocab
-
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id

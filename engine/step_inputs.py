@@ -127,17 +127,23 @@ class StepInputs:
         )
         lora = None
         if reach is not LoraReach.NONE:
-            lora = LoraPlan.for_graph(
-                device("lora"),
-                size,
-                self._limits.max_tokens,
-                self._max_pages,
-                self._limits.max_rank_pages,
-                has_affine=reach is LoraReach.AFFINE,
-            )
+            lora = self._plan_of_graph(size, has_affine=reach is LoraReach.AFFINE)
         head = lora if reach in (LoraReach.ALL, LoraReach.AFFINE) else None
         inputs = self._forward_inputs(size, attention, lora, head, reach=reach)
         return inputs, self.sampling(size)
+
+    def _plan_of_graph(
+        self, size: int, *, large: bool = False, has_affine: bool = False
+    ) -> LoraPlan:
+        return LoraPlan.for_graph(
+            self._buffers.device("lora"),
+            size,
+            self._limits.max_tokens,
+            self._max_pages,
+            self._limits.max_rank_pages,
+            large=large,
+            has_affine=has_affine,
+        )
 
     def sampling(self, num_rows: int) -> SamplingInputs:
         ints, floats = self._buffers.device, self._buffers.device_floats
@@ -211,16 +217,7 @@ class StepInputs:
     def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
         """Returns the inputs of `size` tokens of any sequences, without attention; `write(...,
         size)` fills them."""
-        lora = None
-        if has_lora:
-            lora = LoraPlan.for_graph(
-                self._buffers.device("lora"),
-                size,
-                self._limits.max_tokens,
-                self._max_pages,
-                self._limits.max_rank_pages,
-                large=True,
-            )
+        lora = self._plan_of_graph(size, large=True) if has_lora else None
         return self._forward_inputs(size, self._attention(0, WorkCounts(0, 0)), lora)
 
     def write(

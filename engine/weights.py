@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +23,12 @@ from kernels.int4 import Int4Rows, empty_int4
 from kernels.matrix import Matrix
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    input_norm: torch.Tensor | None  # [H], of attention's input
-    attention_post_norm: torch.Tensor | None  # [H], of attention's output
-    mlp_norm: torch.Tensor | None  # [H], of the MLP's input
-    mlp_post_norm: torch.Tensor | None  # [H], of the MLP's output
+    input_norm: torch.Tensor | None = None  # [H], of attention's input
+    attention_post_norm: torch.Tensor | None = None  # [H], of attention's output
+    mlp_norm: torch.Tensor | None = None  # [H], of the MLP's input
+    mlp_post_norm: torch.Tensor | None = None  # [H], of the MLP's output
     qkv: Matrix  # [(Hq + 2 * Hkv) * D, H]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]; of all heads together [Hq * D]
@@ -158,28 +159,17 @@ class WeightBuilder:
 
     def _layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}"
-        attention = f"{layer}.self_attn"
-        names = layer_matrices(self._config, index)
-        norms = {
+        parts: dict[str, Any] = {
             place: self._make(f"{layer}.{norm}.weight")
             for place, norm in self._config.family.norms.items()
         }
-        return LayerWeights(
-            input_norm=norms.get("input_norm"),
-            attention_post_norm=norms.get("attention_post_norm"),
-            mlp_norm=norms.get("mlp_norm"),
-            mlp_post_norm=norms.get("mlp_post_norm"),
-            qkv=self._make_matrix(*names["qkv"]),
-            qkv_bias=self._make_if_expected(*_biases(names["qkv"])),
-            q_norm=self._make_if_expected(f"{attention}.q_norm.weight"),
-            k_norm=self._make_if_expected(f"{attention}.k_norm.weight"),
-            o=self._make_matrix(*names["o"]),
-            o_bias=self._make_if_expected(*_biases(names["o"])),
-            gate_up=self._make_matrix(*names["gate_up"]),
-            gate_up_bias=self._make_if_expected(*_biases(names["gate_up"])),
-            down=self._make_matrix(*names["down"]),
-            down_bias=self._make_if_expected(*_biases(names["down"])),
-        )
+        for place, names in layer_matrices(self._config, index).items():
+            parts[place] = self._make_matrix(*names)
+            biases = [f"{name.removesuffix('.weight')}.bias" for name in names]
+            parts[f"{place}_bias"] = self._make_if_expected(*biases)
+        for place in ("q_norm", "k_norm"):
+            parts[place] = self._make_if_expected(f"{layer}.self_attn.{place}.weight")
+        return LayerWeights(**parts)
 
     def _make_matrix(self, *names: str) -> Matrix:
         """Allocates one matrix of a layer, in 4 bits or FP8 if it is to be quantised."""
@@ -220,7 +210,3 @@ def _take_int4(place: Int4Rows, checkpoint: Checkpoint, module: str, cut: Cut) -
         order = checkpoint.int4_order(module)
         assert order is not None
         place.order.copy_(order)
-
-
-def _biases(weights: tuple[str, ...]) -> list[str]:
-    return [f"{name.removesuffix('.weight')}.bias" for name in weights]

@@ -27,8 +27,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from engine.errors import EXCEEDED_GRAMMAR, InvalidRequestError
 from engine.grammar_sources import as_lark
 from engine.grammar_state import MAX_ERROR_CHARS, NUM_MASK_THREADS, Lane, failure
-from engine.grammar_state import GrammarState as GrammarState
-from engine.grammar_state import fill_masks as fill_masks
 from engine.types import Grammar
 
 if TYPE_CHECKING:

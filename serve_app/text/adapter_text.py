@@ -256,11 +256,11 @@ def _changed_special_tokens(
 ) -> dict[str, str]:
     """Returns the special tokens that differ from the base's and have an effect here: training
     scripts set the padding token, which no template writes."""
-    before = _special(base)
+    before = special_tokens(base)
     source = template_source(files) or template_source(base) or ""
     return {
         name: text
-        for name, text in _special(files).items()
+        for name, text in special_tokens(files).items()
         if before.get(name) != text and (name == "eos_token" or name in source)
     }
 
@@ -271,10 +271,6 @@ def _check_special_tokens(changed: Mapping[str, str], tokens: Set[str]) -> None:
             raise UnsupportedModelError(
                 f"{name} is {text[:100]!r}, which is no token of the base and no added token"
             )
-
-
-def _special(files: Mapping[str, bytes]) -> dict[str, str]:
-    return special_tokens({**read_object(files, SPECIAL_TOKENS), **read_object(files, CONFIG)})
 
 
 def _added_tokens(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> tuple[AddedToken, ...]:
@@ -288,7 +284,7 @@ def _added_tokens(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> tupl
         token = _token(token_id, entry)
         flags[token.content] = token
     listed = read_object(files, ADDED_TOKENS)
-    special = set(_special(files).values())
+    special = set(special_tokens(files).values())
     for content, token_id in listed.items():
         if content not in flags:
             flags[content] = _token(token_id, {"content": content, "special": content in special})

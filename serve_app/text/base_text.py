@@ -85,8 +85,7 @@ class BaseText:
             raise UnsupportedModelError(
                 "tokenizer.json is missing: the base needs a fast tokenizer"
             )
-        config = read_object(files, "tokenizer_config.json")
-        special = special_tokens({**read_object(files, "special_tokens_map.json"), **config})
+        special = special_tokens(files)
         try:
             library = Tokenizer.from_buffer(files["tokenizer.json"])
         # The library raises a bare Exception for a file that it cannot read.
@@ -118,7 +117,7 @@ class BaseText:
         if ADDED_TOKENS in own and tokenizer is self.tokenizer:
             added = msgspec.json.decode(own[ADDED_TOKENS], type=tuple[AddedToken, ...])
             tokenizer = tokenizer.with_tokens(added)
-        special = {**self.special_tokens, **special_tokens(read_object(own, SPECIAL_TOKENS))}
+        special = {**self.special_tokens, **special_tokens(own)}
         source = template_source(own)
         template = self.template
         if source is not None:
@@ -178,7 +177,11 @@ def read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
     return value
 
 
-def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    config = {
+        **read_object(files, SPECIAL_TOKENS),
+        **read_object(files, "tokenizer_config.json"),
+    }
     tokens = {}
     for name in _SPECIAL_TOKEN_NAMES:
         value = config.get(name)

@@ -180,14 +180,10 @@ class Model:
     ) -> torch.Tensor:
         """Turns [R, H] into [R, V] float32. The rows are the step's result from `first`
         on; with a plan of the head's adapters, all rows that sample."""
-        head = self.weights.head
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
-            logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
-        else:
-            logits = linear(hidden, head).float()
+        logits = self.head_product(hidden)
         if self.ranks.size > 1:  # the last ranks may have fewer tokens
-            logits = pad(logits, (0, -(-self.config.vocab_size // self.ranks.size) - head.shape[0]))
+            width = -(-self.config.vocab_size // self.ranks.size)
+            logits = pad(logits, (0, width - logits.shape[1]))
         lora = inputs.head_lora
         if isinstance(lora, LoraPlan):
             assert first == 0
@@ -202,6 +198,14 @@ class Model:
         if (cap := self.config.logits_soft_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def head_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turns [R, H] into the base's logits of this rank's tokens, [R, V / ranks] float32."""
+        head = self.weights.head
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
+            return torch.mm(hidden, head.T, out_dtype=torch.float32)
+        return linear(hidden, head).float()
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight

@@ -168,12 +168,15 @@ class Rank:
 
     @torch.inference_mode()
     def capture(self, steps: Steps) -> None:
-        if not isinstance(steps, DeviceSteps) or not self.is_cuda or self.config.enforce_eager:
+        """Captures the graphs of steps on a CUDA device, and loads the head's products."""
+        if not isinstance(steps, DeviceSteps) or not self.is_cuda:
             return
         with explain_out_of_memory(
             "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
         ):
-            steps.capture()
+            if not self.config.enforce_eager:
+                steps.capture()
+            steps.load_head_products()
 
     def measure(self, pool: AdapterPool, calls: frozenset[KernelCall]) -> DeviceUse:
         """Measures the memory of the largest steps, on a cache of a few blocks, and of the

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from registry.errors import InvalidNameError
 from registry.names import MAX_ADAPTERS, check_weight, parse_reference
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, refuse
 
 _SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
 
@@ -27,9 +27,9 @@ def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise FieldError(f"adapters: must be a list such as {_SHAPE}, got {shown(value)}.")
+        refuse("adapters", f"must be a list such as {_SHAPE}", value)
     if len(value) > MAX_ADAPTERS:
-        raise FieldError(f"adapters: at most {MAX_ADAPTERS} are allowed, got {len(value)}.")
+        refuse("adapters", f"at most {MAX_ADAPTERS} are allowed", len(value))
     found = [_check_adapter(one, f"adapters.{number}") for number, one in enumerate(value)]
     for number, (name, _) in enumerate(found):
         if name in [earlier for earlier, _ in found[:number]]:
@@ -40,14 +40,14 @@ def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
 def _check_adapter(value: dict[str, object], where: str) -> tuple[str, float]:
     for field in value:
         if field not in ("name", "weight"):
-            raise FieldError(f"{where}: must have name and weight only, got {shown(field)}.")
+            refuse(where, "must have name and weight only", field)
     name, weight = value.get("name"), value.get("weight")
     if not isinstance(name, str):
-        raise FieldError(f"{where}.name: must be a string, got {shown(name)}.")
+        refuse(f"{where}.name", "must be a string", name)
     if weight is None:
         weight = 1.0
     if type(weight) not in (int, float):
-        raise FieldError(f"{where}.weight: must be a number, got {shown(weight)}.")
+        refuse(f"{where}.weight", "must be a number", weight)
     try:
         parse_reference(name)
     except InvalidNameError as error:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from serve_app.errors import ApiError, shown
 from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields
-from serve_app.openai.json_body import FieldError, parse_json
+from serve_app.openai.json_body import FieldError, parse_json, refuse
 from serve_app.openai.tools import (
     AUTO,
     ToolChoice,
@@ -43,9 +43,9 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 def check_messages(value: object) -> tuple[ChatMessage, ...]:
     """Returns plain dictionaries for the template: text parts joined, empty fields left out."""
     if not isinstance(value, list) or not value:
-        raise FieldError(f"messages: must be a non-empty list, got {shown(value)}.")
+        refuse("messages", "must be a non-empty list", value)
     if len(value) > MAX_MESSAGES:
-        raise FieldError(f"messages: at most {MAX_MESSAGES} are allowed, got {len(value)}.")
+        refuse("messages", f"at most {MAX_MESSAGES} are allowed", len(value))
     return tuple(_check_message(message, index) for index, message in enumerate(value))
 
 
@@ -121,9 +121,7 @@ def check_documents(value: object) -> tuple[JsonObject, ...]:
         return ()
     documents = value if isinstance(value, list) and len(value) <= MAX_DOCUMENTS else [None]
     if not all(isinstance(document, dict) for document in documents):
-        raise FieldError(
-            f"documents: must be a list of at most {MAX_DOCUMENTS} objects, got {shown(value)}."
-        )
+        refuse("documents", f"must be a list of at most {MAX_DOCUMENTS} objects", value)
     check_depth(documents, "documents")
     return tuple(documents)
 
@@ -149,28 +147,23 @@ def _check_content(content: object, role: str, index: int) -> str:
 
 
 def _refuse(where: str, problem: str, value: object) -> NoReturn:
-    raise FieldError(f"messages.{where}: {problem}, got {shown(value)}.", where)
+    refuse(f"messages.{where}", problem, value, where)
 
 
 def check_template_variables(value: object) -> Mapping[str, TemplateValue]:
+    field = "chat_template_kwargs"
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise FieldError(f"chat_template_kwargs: must be an object, got {shown(value)}.")
+        refuse(field, "must be an object", value)
     if len(value) > MAX_TEMPLATE_VARIABLES:
-        raise FieldError(
-            f"chat_template_kwargs: at most {MAX_TEMPLATE_VARIABLES} entries are allowed, "
-            f"got {len(value)}."
-        )
+        refuse(field, f"at most {MAX_TEMPLATE_VARIABLES} entries are allowed", len(value))
     for name, item in value.items():
         is_reserved = name in _RESERVED_VARIABLES or name.endswith("_token")
         if is_reserved or not _VARIABLE_NAME.fullmatch(name):
-            raise FieldError(f"chat_template_kwargs: {shown(name)} cannot be set.")
+            raise FieldError(f"{field}: {shown(name)} cannot be set.")
         if not isinstance(item, str | int | float | bool):
-            raise FieldError(
-                "chat_template_kwargs: values must be strings, numbers or booleans, "
-                f"got {shown(item)}."
-            )
+            refuse(field, "values must be strings, numbers or booleans", item)
     return dict(value)
 
 

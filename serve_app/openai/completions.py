@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, PlainValidator, model_validator
 
-from serve_app.errors import shown
 from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields, check_token_ids
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, refuse
 
 MAX_PROMPTS = 128
 MAX_SEQUENCES = 256
@@ -22,20 +21,16 @@ def _check_prompts(value: object) -> tuple[PromptInput, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise FieldError(
-            f"prompt: must be a string, token ids, or a list of either, got {shown(value)}."
-        )
+        refuse("prompt", "must be a string, token ids, or a list of either", value)
     if type(value[0]) is not str and not isinstance(value[0], list):
         return (tuple(check_token_ids(value, "prompt")),)
     if len(value) > MAX_PROMPTS:
-        raise FieldError(f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(value)}.")
+        refuse("prompt", f"at most {MAX_PROMPTS} prompts are allowed", len(value))
     if isinstance(value[0], list):
         return tuple(_check_id_prompt(ids) for ids in value)
     for text in value:
         if not isinstance(text, str):
-            raise FieldError(
-                f"prompt: a list of strings must hold only strings, got {shown(text)}."
-            )
+            refuse("prompt", "a list of strings must hold only strings", text)
     return tuple(value)
 
 

@@ -17,7 +17,7 @@ from engine.types import Grammar, SpeculationMode
 from registry.names import MAX_MODEL_LENGTH, join_adapters
 from serve_app.errors import shown
 from serve_app.openai.adapters_field import Adapters, check_base_alone
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, refuse
 from serve_app.openai.structured import (
     GuidedChoice,
     GuidedGrammar,
@@ -53,10 +53,10 @@ CONSTRAINT_FIELDS = (
 def check_token_ids(value: object, name: str) -> list[int]:
     """Returns `value` if it is a list of token ids. Two passes in C, so cheap for long lists."""
     if not isinstance(value, list):
-        raise FieldError(f"{name}: must be a list of token ids, got {shown(value)}.")
+        refuse(name, "must be a list of token ids", value)
     if not set(map(type, value)) <= {int}:
         wrong = next(item for item in value if type(item) is not int)
-        raise FieldError(f"{name}: must hold integers only, got {shown(wrong)}.")
+        refuse(name, "must hold integers only", wrong)
     if value and not (min(value) >= 0 and max(value) <= MAX_TOKEN_ID):
         wrong = next(item for item in value if not 0 <= item <= MAX_TOKEN_ID)
         raise FieldError(f"{name}: {shown(wrong)} is not a token id.")
@@ -68,14 +68,12 @@ def _check_stop(value: object) -> tuple[str, ...]:
     if stops is None:
         return ()
     if not isinstance(stops, list):
-        raise FieldError(f"stop: must be a string or a list of strings, got {shown(value)}.")
+        refuse("stop", "must be a string or a list of strings", value)
     if len(stops) > MAX_STOPS:
-        raise FieldError(f"stop: at most {MAX_STOPS} strings are allowed, got {len(stops)}.")
+        refuse("stop", f"at most {MAX_STOPS} strings are allowed", len(stops))
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise FieldError(
-                f"stop: strings must have 1 to {MAX_STOP_CHARS} characters, got {shown(stop)}."
-            )
+            refuse("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters", stop)
     return tuple(dict.fromkeys(stops))
 
 
@@ -83,9 +81,7 @@ def _check_stop_token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
-        raise FieldError(
-            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} are allowed, got {len(value)}."
-        )
+        refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed", len(value))
     return tuple(dict.fromkeys(check_token_ids(value, "stop_token_ids")))
 
 
@@ -93,17 +89,15 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     if not isinstance(value, dict):
-        raise FieldError(f"logit_bias: must map token ids to numbers, got {shown(value)}.")
+        refuse("logit_bias", "must map token ids to numbers", value)
     if len(value) > MAX_LOGIT_BIAS:
-        raise FieldError(
-            f"logit_bias: at most {MAX_LOGIT_BIAS} tokens are allowed, got {len(value)}."
-        )
+        refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} tokens are allowed", len(value))
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
             raise FieldError(f"logit_bias: {shown(key)} is not a token id.")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise FieldError(f"logit_bias: must be between -100 and 100, got {shown(bias)}.")
+            refuse("logit_bias", "must be between -100 and 100", bias)
         biases[int(key)] = float(bias)
     return tuple(biases.items())
 
@@ -275,14 +269,12 @@ class GenerationFields(BaseModel):
             unknown_fields.log(name)
         elif not is_neutral(value):
             short = shown(name)[1:-1]
-            raise FieldError(f"{short}: is not supported, got {shown(value)}.", short)
+            refuse(short, "is not supported", value, short)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> GenerationFields:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise FieldError(
-                f"best_of: must equal n ({self.num_choices}), got {self.best_of}.", "best_of"
-            )
+            refuse("best_of", f"must equal n ({self.num_choices})", self.best_of, "best_of")
         limit = self.requested_tokens
         if limit is not None and (self.min_tokens or 0) > limit:
             raise FieldError(
@@ -310,9 +302,7 @@ class GenerationFields(BaseModel):
         # A complete answer could not end: no token would be left to draw.
         for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
             if value:
-                raise FieldError(
-                    f"{name}: is not supported together with {given[0]}, got {value}.", name
-                )
+                refuse(name, f"is not supported together with {given[0]}", value, name)
 
     @property
     def grammar_field(self) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Never, TypeVar
+from typing import Never, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -50,6 +50,11 @@ class FieldError(ValueError):
 
     def __str__(self) -> str:
         return self.message
+
+
+def refuse(field: str, problem: str, value: object, where: str = "") -> NoReturn:
+    """Raises FieldError with a value that is not allowed."""
+    raise FieldError(f"{field}: {problem}, got {shown(value)}.", where)
 
 
 class TranslatedBody(BaseModel):

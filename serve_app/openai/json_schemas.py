@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, refuse
 from serve_app.openai.schema_numbers import inexact_number
 from serve_app.openai.schema_patterns import (
     PATTERNS_OF_FORMATS,
@@ -92,7 +92,7 @@ def enforceable(schema: object, field: str, *, is_strict: bool = False) -> dict[
     """Returns a schema within all limits, in the form that the grammar library enforces to the
     letter, if it takes it. Raises FieldError with the place of the fault in the schema."""
     if not isinstance(schema, dict):
-        raise FieldError(f"{field}: must be a JSON schema, an object, got {shown(schema)}.")
+        refuse(field, "must be a JSON schema, an object", schema)
     _check_depth(schema, field)
     schema = _without_neutral(schema)
     if is_strict:
@@ -110,9 +110,7 @@ def enforceable(schema: object, field: str, *, is_strict: bool = False) -> dict[
     if not _is_encodable(source):
         raise FieldError(f"{field}: a string has a lone surrogate.")
     if len(source) > MAX_SCHEMA_CHARS:
-        raise FieldError(
-            f"{field}: at most {MAX_SCHEMA_CHARS} characters are allowed, got {len(source)}."
-        )
+        refuse(field, f"at most {MAX_SCHEMA_CHARS} characters are allowed", len(source))
     return found
 
 
@@ -288,7 +286,7 @@ def _check_size(schema: Schema, field: str) -> None:
         (num_containers, MAX_CONSTANT_CONTAINERS, "objects and lists in enum and const"),
     ):
         if count > limit:
-            raise FieldError(f"{field}: at most {limit} {words} are allowed, got {count}.")
+            refuse(field, f"at most {limit} {words} are allowed", count)
 
 
 def _num_containers(value: object) -> int:
@@ -359,9 +357,7 @@ def _check_strict(schema: Schema, field: str) -> None:
         (_object_depth(schema), MAX_STRICT_DEPTH, "levels of objects"),
     ):
         if count > limit:
-            raise FieldError(
-                f"{field}: at most {limit} {words} are allowed if strict is true, got {count}."
-            )
+            refuse(field, f"at most {limit} {words} are allowed if strict is true", count)
 
 
 def _object_depth(schema: object) -> int:

@@ -15,7 +15,7 @@ from pydantic import PlainValidator
 from engine.grammar_sources import lark_of_choices, without_forcing
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, strict_json
+from serve_app.openai.json_body import FieldError, refuse, strict_json
 from serve_app.openai.json_schemas import MAX_SCHEMA_CHARS, grammar_of_schema
 
 MAX_REGEX_CHARS = 4 * 1024
@@ -41,32 +41,26 @@ def check_response_format(value: object) -> Grammar | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+        refuse(field, "must be an object", value)
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return _ANY_OBJECT
     if kind != "json_schema":
-        raise FieldError(
-            f"{field}.type: must be one of text, json_object, json_schema, got {shown(kind)}.",
-            "type",
-        )
+        refuse(f"{field}.type", "must be one of text, json_object, json_schema", kind, "type")
     return grammar_of_format(value.get("json_schema"), f"{field}.json_schema")
 
 
 def grammar_of_format(value: object, field: str) -> Grammar:
     """Returns the grammar of an object with `name`, `schema` and `strict`, as OpenAI's."""
     if not isinstance(value, dict):
-        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+        refuse(field, "must be an object", value)
     name, is_strict = value.get("name"), value.get("strict")
     if name is not None and not (isinstance(name, str) and len(name) <= MAX_NAME_CHARS):
-        raise FieldError(
-            f"{field}.name: must be a string of at most {MAX_NAME_CHARS} characters, "
-            f"got {shown(name)}."
-        )
+        refuse(f"{field}.name", f"must be a string of at most {MAX_NAME_CHARS} characters", name)
     if is_strict is not None and not isinstance(is_strict, bool):
-        raise FieldError(f"{field}.strict: must be true or false, got {shown(is_strict)}.")
+        refuse(f"{field}.strict", "must be true or false", is_strict)
     schema = value.get("schema")
     if schema is None:
         if is_strict:
@@ -81,15 +75,13 @@ def check_structured_outputs(value: object) -> Grammar | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise FieldError(f"{field}: must be an object, got {shown(value)}.")
+        refuse(field, "must be an object", value)
     for name, item in value.items():
         if name in _STRUCTURED_KINDS:
             continue
         neutral = _STRUCTURED_OPTIONS.get(name)
         if neutral is None or not any(item is one for one in neutral):
-            raise FieldError(
-                f"{field}.{shown(name)[1:-1]}: is not supported, got {shown(item)}.", name
-            )
+            refuse(f"{field}.{shown(name)[1:-1]}", "is not supported", item, name)
     given = {
         name: item
         for name in _STRUCTURED_KINDS
@@ -106,9 +98,7 @@ def _grammar_of_json(value: object, field: str) -> Grammar:
     """Returns the grammar of a schema that is an object or, as vLLM allows, its JSON text."""
     if isinstance(value, str):
         if len(value) > MAX_SCHEMA_CHARS:
-            raise FieldError(
-                f"{field}: at most {MAX_SCHEMA_CHARS} characters are allowed, got {len(value)}."
-            )
+            refuse(field, f"at most {MAX_SCHEMA_CHARS} characters are allowed", len(value))
         try:
             value = strict_json(value)
         except RecursionError:
@@ -120,7 +110,7 @@ def _grammar_of_json(value: object, field: str) -> Grammar:
 
 def _grammar_of_json_object(value: object, field: str) -> Grammar:
     if value is not True:
-        raise FieldError(f"{field}: must be true or false, got {shown(value)}.")
+        refuse(field, "must be true or false", value)
     return _ANY_OBJECT
 
 
@@ -130,12 +120,10 @@ def _grammar_of_regex(value: object, field: str) -> Grammar:
 
 def _grammar_of_choice(value: object, field: str) -> Grammar:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_ALTERNATIVES:
-        raise FieldError(
-            f"{field}: must be a list of 1 to {MAX_ALTERNATIVES} strings, got {shown(value)}."
-        )
+        refuse(field, f"must be a list of 1 to {MAX_ALTERNATIVES} strings", value)
     for item in value:
         if not isinstance(item, str) or not item:
-            raise FieldError(f"{field}: must hold non-empty strings, got {shown(item)}.")
+            refuse(field, "must hold non-empty strings", item)
     source = lark_of_choices(tuple(dict.fromkeys(value)))
     return Grammar("lark", _text(source, field, MAX_GRAMMAR_CHARS))
 
@@ -162,9 +150,9 @@ _CONSTRAINTS: Mapping[str, Callable[[object, str], Grammar]] = {
 
 def _text(value: object, field: str, max_chars: int) -> str:
     if not isinstance(value, str) or not value:
-        raise FieldError(f"{field}: must be a non-empty string, got {shown(value)}.")
+        refuse(field, "must be a non-empty string", value)
     if len(value) > max_chars:
-        raise FieldError(f"{field}: at most {max_chars} characters are allowed, got {len(value)}.")
+        refuse(field, f"at most {max_chars} characters are allowed", len(value))
     return value
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, refuse
 
 MAX_TOOLS = 256
 MAX_DEPTH = 32
@@ -47,8 +47,8 @@ def check_tools(value: object) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        got = f"{len(value)}" if isinstance(value, list) else shown(value)
-        raise FieldError(f"tools: must be a list of at most {MAX_TOOLS} tools, got {got}.")
+        got = len(value) if isinstance(value, list) else value
+        refuse("tools", f"must be a list of at most {MAX_TOOLS} tools", got)
     tools = tuple(_check_tool(tool, index) for index, tool in enumerate(value))
     names = [tool["function"]["name"] for tool in tools]
     for name in names:
@@ -58,37 +58,35 @@ def check_tools(value: object) -> tuple[Tool, ...]:
 
 
 def _check_tool(tool: object, index: int) -> Tool:
-    def refuse(where: str, problem: str, got: object) -> None:
-        raise FieldError(f"tools.{index}{where}: {problem}, got {shown(got)}.", f"{index}{where}")
+    def refuse_at(where: str, problem: str, got: object) -> NoReturn:
+        refuse(f"tools.{index}{where}", problem, got, f"{index}{where}")
 
-    function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        refuse(".type", 'must be "function"', kind)
+        refuse_at(".type", 'must be "function"', kind)
+    function = tool.get("function")
     if not isinstance(function, dict):
-        refuse(".function", "must be an object", function)
-    assert isinstance(tool, dict)
-    assert isinstance(function, dict)
+        refuse_at(".function", "must be an object", function)
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        refuse(".function.name", "must match [a-zA-Z0-9_-]{1,64}", name)
+        refuse_at(".function.name", "must match [a-zA-Z0-9_-]{1,64}", name)
     if not isinstance(description, str | None) or len(description or "") > MAX_DESCRIPTION_CHARS:
         limit = f"must be a string of at most {MAX_DESCRIPTION_CHARS} characters"
-        refuse(".function.description", limit, description)
+        refuse_at(".function.description", limit, description)
     parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(parameters, dict | None):
-        refuse(".function.parameters", "must be a JSON schema", parameters)
+        refuse_at(".function.parameters", "must be a JSON schema", parameters)
     if parameters and parameters.get("type", "object") != "object":
-        refuse(".function.parameters.type", 'must be "object"', parameters["type"])
+        refuse_at(".function.parameters.type", 'must be "object"', parameters["type"])
     if not isinstance(strict, bool | None):
-        refuse(".function.strict", "must be true or false", strict)
+        refuse_at(".function.strict", "must be true or false", strict)
     if strict and parameters and parameters.get("additionalProperties") is not False:
         got = parameters.get("additionalProperties")
-        refuse(".function.parameters.additionalProperties", "must be false in strict mode", got)
+        refuse_at(".function.parameters.additionalProperties", "must be false in strict mode", got)
     for key, kind in (("properties", dict), ("required", list), ("$defs", dict)):
         if parameters and not isinstance(parameters.get(key, kind()), kind):
             words = "must be an object" if kind is dict else "must be a list"
-            refuse(f".function.parameters.{key}", words, parameters[key])
+            refuse_at(f".function.parameters.{key}", words, parameters[key])
     check_depth(parameters, f"tools.{index}.function.parameters")
     # Templates write the tool as JSON: without nulls, and in the order of OpenAI's documents.
     known = {
@@ -109,17 +107,17 @@ def check_tool_choice(value: object) -> ToolChoice:
         return ToolChoice("required", (_named(value),), True)
     if isinstance(value, dict) and kind == "allowed_tools":
         return _allowed(value.get("allowed_tools", value))
-    raise FieldError(
-        'tool_choice: must be "none", "auto", "required", {"type": "function", ...} or '
-        f'{{"type": "allowed_tools", ...}}, got {shown(value)}.'
+    kinds = (
+        '"none", "auto", "required", {"type": "function", ...} or {"type": "allowed_tools", ...}'
     )
+    refuse("tool_choice", f"must be {kinds}", value)
 
 
 def _named(value: Mapping[str, Any]) -> str:
     function = value.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise FieldError(f"tool_choice.function.name: must be a string, got {shown(name)}.")
+        refuse("tool_choice.function.name", "must be a string", name)
     return name
 
 
@@ -127,14 +125,9 @@ def _allowed(value: object) -> ToolChoice:
     mode = value.get("mode") if isinstance(value, dict) else None
     tools = value.get("tools") if isinstance(value, dict) else None
     if mode not in ("auto", "required"):
-        raise FieldError(
-            f'tool_choice.allowed_tools.mode: must be "auto" or "required", got {shown(mode)}.'
-        )
+        refuse("tool_choice.allowed_tools.mode", 'must be "auto" or "required"', mode)
     if not isinstance(tools, list) or not tools or not all(isinstance(t, dict) for t in tools):
-        raise FieldError(
-            "tool_choice.allowed_tools.tools: must be a non-empty list of tools, "
-            f"got {shown(tools)}."
-        )
+        refuse("tool_choice.allowed_tools.tools", "must be a non-empty list of tools", tools)
     # Without repetitions: each name costs a few bytes here and a whole tool in the prompt.
     return ToolChoice(mode, tuple(dict.fromkeys(map(_named, tools))))
 

@@ -9,8 +9,10 @@ import time
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec.structs import asdict
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
+from engine.errors import InvalidRequestError
 from serve_app.admin_api import KeyLine, KeyLines, NewKey
 from serve_app.api.admin_auth import caller_of, require_admin
 from serve_app.api.state import state_of
@@ -155,11 +157,8 @@ async def list_keys(
 ) -> Response:
     """Returns ids of keys, the oldest first, or the keys with `return_full_object`."""
     if not 1 <= size <= 10_000 or not 1 <= page <= 10**6:
-        raise ApiError(
-            400,
-            f"page and size: must be from 1 to 10000, got {page} and {size}.",
-            param="size",
-            code="invalid_value",
+        raise InvalidRequestError(
+            f"page and size: must be from 1 to 10000, got {page} and {size}.", "size"
         )
     lines = await ask_manager(state_of(request).gateway.manager.key_lines)
     assert isinstance(lines, list)
@@ -182,16 +181,9 @@ async def list_keys(
 async def audit(request: Request, limit: int = 100, before: int | None = None) -> Response:
     """Returns acts of operators, the latest first: at most `limit`, older than the id `before`."""
     if not 1 <= limit <= 1000:
-        raise ApiError(
-            400, f"limit: must be from 1 to 1000, got {limit}.", param="limit", code="invalid_value"
-        )
+        raise InvalidRequestError(f"limit: must be from 1 to 1000, got {limit}.", "limit")
     if before is not None and not 0 <= before <= _MAX_COUNT:
-        raise ApiError(
-            400,
-            f"before: must be an id, got {shown(before)}.",
-            param="before",
-            code="invalid_value",
-        )
+        raise InvalidRequestError(f"before: must be an id, got {shown(before)}.", "before")
     acts = await ask_manager(state_of(request).gateway.manager.acts, limit, before)
     return json_response({"acts": acts})
 
@@ -212,10 +204,7 @@ async def _order(
     answer = await ask_manager(state_of(request).gateway.manager.order_key, order)
     assert isinstance(answer, tuple)
     line, text = answer
-    if not text:
-        return json_response(line)
-    known = {name: getattr(line, name) for name in KeyLine.__struct_fields__}
-    return json_response(NewKey(key=text, **known))
+    return json_response(NewKey(key=text, **asdict(line)) if text else line)
 
 
 def changes_of(body: _Fields) -> dict[str, Any]:

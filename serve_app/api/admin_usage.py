@@ -11,10 +11,11 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from engine.errors import InvalidRequestError
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
 from serve_app.api.admin_auth import caller_of, require_admin
 from serve_app.api.state import state_of
-from serve_app.errors import ApiError, shown
+from serve_app.errors import shown
 from serve_app.http.asgi import json_response
 from serve_app.ray_calls import ask_manager
 from serve_app.tenancy.authentication import ADMIN
@@ -104,5 +105,5 @@ def _shown(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _bad(name: str, words: str) -> ApiError:
-    return ApiError(400, f"{name}: {words}.", param=name, code="invalid_value")
+def _bad(name: str, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {words}.", name)

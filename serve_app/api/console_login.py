@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from engine.errors import InvalidRequestError
 from serve_app.api.admin_auth import is_admin
 from serve_app.api.state import state_of
 from serve_app.config import admin_token
@@ -60,11 +61,8 @@ async def login(request: Request) -> Response:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The body is not a login: {error}", code="invalid_body") from None
     if not key.isprintable() or not 0 < len(key.encode()) <= MAX_KEY_BYTES:
-        raise ApiError(
-            400,
-            f"key: must be printable text of 1 to {MAX_KEY_BYTES} bytes.",
-            param="key",
-            code="invalid_value",
+        raise InvalidRequestError(
+            f"key: must be printable text of 1 to {MAX_KEY_BYTES} bytes.", "key"
         )
     headers = [one for one in request.scope["headers"] if one[0] != b"authorization"]
     headers.append((b"authorization", b"Bearer " + key.encode()))

@@ -6,8 +6,6 @@ woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from engine.errors import InvalidRequestError
 from registry.catalog import Resolution
 from registry.errors import NotFoundError, RegistryUnavailableError
@@ -17,6 +15,7 @@ from serve_app.dispatch.base_handle import Route
 from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, ClientGoneError, ServiceUnavailableError, shown, to_api_error
 from serve_app.openai.engine_params import GenerationRequest
+from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.platform_view import PlatformView
 from serve_app.tenancy.caller import Caller
 
@@ -76,17 +75,11 @@ def unknown(view: PlatformView, model: str) -> Exception:
     )
 
 
-class NamesAdapters(Protocol):
-    """A body with the field `adapters`."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def adapters(self) -> tuple[tuple[str, float], ...]: ...
-
-
 def name_adapters(
-    gateway: Gateway, caller: Caller | None, body: NamesAdapters | None, error: Exception
+    gateway: Gateway,
+    caller: Caller | None,
+    body: GenerationRequest | TokenizeRequest | DetokenizeRequest | None,
+    error: Exception,
 ) -> Exception:
     """Returns the error; if it is about the field `adapters` and not about the base that `model`
     names, with that field."""
@@ -95,15 +88,8 @@ def name_adapters(
     found = to_api_error(error)
     if found.param != "model" or not _is_base(gateway, caller, body.model):
         return error
-    return ApiError(
-        found.status,
-        found.message,
-        found.type,
-        "adapters",
-        found.code,
-        found.retry_after_s,
-        found.should_retry,
-    )
+    status, message, kind, _, *others = found.args
+    return ApiError(status, message, kind, "adapters", *others)
 
 
 def _is_base(gateway: Gateway, caller: Caller | None, model: str | None) -> bool:

@@ -52,15 +52,8 @@ class DialectRequest(TranslatedBody, ChatRequest):
     def renamed(cls, error: ApiError) -> ApiError:
         if error.param is None:
             return error
-        return ApiError(
-            error.status,
-            cls._rename(error.message),
-            error.type,
-            cls._rename(error.param),
-            error.code,
-            error.retry_after_s,
-            error.should_retry,
-        )
+        status, message, kind, param, *others = error.args
+        return ApiError(status, cls._rename(message), kind, cls._rename(param), *others)
 
     @classmethod
     def _rename(cls, text: str) -> str:

@@ -1,4 +1,5 @@
-"""/v1/chat/completions and /v1/completions: a body in, an answer out, streamed or whole.
+"""/v1/chat/completions and /v1/completions: a body in, an answer out, streamed or whole; and
+/v1/responses and Anthropic's /v1/messages, chats in other shapes, which are served as chats.
 
 `complete` parses the body, resolves the model (whose base may have to be woken), tokenizes, waits
 for an engine with capacity, submits and reads the side stream into a `ResponseBuilder`. It awaits
@@ -21,6 +22,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
+from engine.errors import InvalidRequestError
 from engine.types import EngineLoad, Request, adapter_key
 from registry.catalog import Resolution
 from serve_app.api import accounting
@@ -29,11 +31,14 @@ from serve_app.api.explain import explain_headers, is_wanted
 from serve_app.api.model_access import check_body, check_model, check_route, name_adapters
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
+from serve_app.dialects import messages, responses
+from serve_app.dialects.messages import CountTokensRequest, MessagesRequest
+from serve_app.dialects.responses import ResponsesRequest
 from serve_app.disconnects import RequestScope
 from serve_app.dispatch.base_handle import Route
 from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
-from serve_app.errors import ApiError, ClientGoneError, to_api_error
-from serve_app.http.asgi import SseResponse, error_response, read_body
+from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
+from serve_app.http.asgi import SseResponse, error_response, json_response, read_body
 from serve_app.messages import RoutingRequest
 from serve_app.observe.record import RequestRecord
 from serve_app.openai.chat import ChatRequest
@@ -47,7 +52,8 @@ from serve_app.tenancy.caller import Caller
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
-PATHS = ("/v1/chat/completions", "/v1/completions")
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+PATHS = (CHAT_PATH, COMPLETIONS_PATH, responses.PATH, messages.PATH, messages.COUNT_PATH)
 Body = ChatRequest | CompletionRequest
 
 _SESSION_HEADER = "x-session-id"
@@ -66,14 +72,54 @@ class ClientRequest:
     max_tokens: int | None = None  # of each answer, by the client's key
 
 
-@router.post(PATHS[0])
+@router.post(CHAT_PATH)
 async def chat_completions(request: HttpRequest) -> Response:
     return await complete(request, ChatRequest)
 
 
-@router.post(PATHS[1])
+@router.post(COMPLETIONS_PATH)
 async def completions(request: HttpRequest) -> Response:
     return await complete(request, CompletionRequest)
+
+
+@router.post(responses.PATH)
+async def create_response(request: HttpRequest) -> Response:
+    return await complete(request, ResponsesRequest)
+
+
+@router.post(messages.PATH)
+async def create_message(request: HttpRequest) -> Response:
+    return await complete(request, MessagesRequest)
+
+
+@router.post(messages.COUNT_PATH)
+async def count_tokens(request: HttpRequest) -> Response:
+    """Returns the number of tokens in the prompt that /v1/messages makes of the same body."""
+    state = state_of(request)
+    body: CountTokensRequest | None = None
+    try:
+        raw = await read_body(request, state.args.max_body_bytes)
+        body = await state.texts.parse(CountTokensRequest, raw)
+        check_model(state.gateway, caller_of(request), body.model)
+        route, leave = await state.cold_starts.admit(body.model, request.receive)
+        leave()
+        check_route(state, caller_of(request), body.model, route)
+        handle = route.handle
+        prompts = await state.texts.run(read_prompts, body, raw, handle.text, handle.description)
+        return json_response({"input_tokens": sum(len(one.token_ids) for one in prompts)})
+    except Exception as error:
+        return error_response(named(error, body), request.url.path)
+
+
+@router.get("/v1/responses/{response_id}", include_in_schema=False)
+async def get_response(response_id: str) -> Response:
+    """Answers 404: responses are not stored."""
+    raise ApiError(
+        404,
+        f"The response {shown(response_id)} is not stored: this server answers with store: false.",
+        param="response_id",
+        code="not_found",
+    )
 
 
 async def complete(
@@ -282,11 +328,9 @@ def session_key(http: HttpRequest, body: Body) -> str | None:
     request has it, otherwise that of a conversation, otherwise a key that clients may share."""
     session = http.headers.get(_SESSION_HEADER)
     if session is not None and len(session) > MAX_SESSION_CHARS:
-        raise ApiError(
-            400,
+        raise InvalidRequestError(
             f"{_SESSION_HEADER}: at most {MAX_SESSION_CHARS} characters, got {len(session)}.",
-            param=_SESSION_HEADER,
-            code="invalid_value",
+            _SESSION_HEADER,
         )
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
 

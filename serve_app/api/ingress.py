@@ -23,13 +23,11 @@ from serve_app.api import (
     admin_bases,
     admin_canaries,
     admin_keys,
-    admin_registry,
     admin_routing,
     admin_status,
     admin_usage,
     completions,
     console_login,
-    dialects,
     health,
     lora,
     models,
@@ -91,7 +89,7 @@ logger = logging.getLogger(__name__)
 
 # Headroom for health, metrics, admin calls and 429 responses.
 _RESERVED_REQUESTS = 128
-_BOUNDED_PATHS = frozenset((*completions.PATHS, *dialects.PATHS, *tokenize.PATHS))
+_BOUNDED_PATHS = frozenset((*completions.PATHS, *tokenize.PATHS))
 
 
 class MetricsMiddleware:
@@ -187,7 +185,6 @@ def build_asgi(state: IngressState) -> ASGIApp:
     app.state.ingress = state
     for routes in (
         completions,
-        dialects,
         models,
         tokenize,
         health,
@@ -198,7 +195,6 @@ def build_asgi(state: IngressState) -> ASGIApp:
         admin_bases,
         admin_canaries,
         admin_keys,
-        admin_registry,
         admin_usage,
         lora,
         webhook,

@@ -13,11 +13,17 @@ from typing import TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from engine.errors import InvalidRequestError
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryError
-from serve_app.api.admin_adapters import check_outcomes, find_adapter
+from serve_app.api.admin_adapters import (
+    call_engines,
+    change_adapter,
+    check_outcomes,
+    find_adapter,
+    wait_for_view,
+)
 from serve_app.api.admin_auth import caller_of, require_admin
-from serve_app.api.engine_calls import call_engines, change_adapter, wait_for_view
 from serve_app.api.model_access import check_adapter, check_model
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
@@ -63,11 +69,11 @@ async def load_lora_adapter(request: Request) -> Response:
     gateway, body = state_of(request).gateway, await _parse(request, LoadBody)
     caller, name = caller_of(request), body.lora_name
     if body.is_3d_lora_weight:
-        raise _bad_request("is_3d_lora_weight: only two-dimensional adapters are supported.")
+        raise InvalidRequestError("is_3d_lora_weight: only two-dimensional adapters are supported.")
     if name and not body.lora_path:
         check_model(gateway, caller, name)  # first: a key gets the same answer for all other names
     if not name or not (body.lora_path or _is_known(gateway, name)):
-        raise _bad_request("Both 'lora_name' and 'lora_path' must be provided.")
+        raise InvalidRequestError("Both 'lora_name' and 'lora_path' must be provided.")
     undo = None
     if body.lora_path:
         base = _find_base(gateway, caller, body.base_model_name, name).base
@@ -91,7 +97,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     gateway, body = state_of(request).gateway, await _parse(request, UnloadBody)
     name = body.lora_name
     if not name:
-        raise _bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")
+        raise InvalidRequestError("'lora_name' needs to be provided to unload a LoRA adapter.")
     check_model(gateway, caller_of(request), name)
     if not _is_known(gateway, name):
         raise _unknown(name)
@@ -153,7 +159,7 @@ def _find_base(
     if not bases:
         raise ServiceUnavailableError("The models are loading.", 2)
     if len(bases) > 1:
-        raise _bad_request("base_model_name: is required, because several bases are served.")
+        raise InvalidRequestError("base_model_name: is required, because several bases are served.")
     check_adapter(caller, bases[0].base.name, adapter)
     return bases[0]
 
@@ -171,15 +177,11 @@ async def _parse(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad_request(f"The body is not valid: {error}") from None
+        raise InvalidRequestError(f"The body is not valid: {error}") from None
 
 
 def _unknown(name: str) -> ApiError:
     return ApiError(404, f"The lora adapter '{name}' cannot be found.", code="not_found")
-
-
-def _bad_request(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value")
 
 
 def _text(message: str) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from serve_app.errors import ApiError, shown
@@ -18,20 +18,11 @@ MAX_PARTS = 4096  # of one message
 # Fields of chats that every dialect takes under the same names.
 _SHARED = frozenset(
     (
-        *(
-            "model",
-            "stream",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "repetition_penalty",
-        ),
+        *("model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
         *("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens"),
         *("ignore_eos", "skip_special_tokens", "cache_salt", "priority", "user", "request_id"),
         *("safety_identifier", "prompt_cache_key", "documents", "chat_template_kwargs"),
-        *("structured_outputs", "include_reasoning", "speculation"),
+        *("structured_outputs", "include_reasoning", "speculation", "seed"),
     )
 )
 
@@ -86,6 +77,15 @@ def list_of(value: object, where: str, max_items: int = MAX_PARTS) -> list[Any]:
     if not isinstance(value, list) or len(value) > max_items:
         refuse(where, f"must be a list of at most {max_items} items", value)
     return value
+
+
+def objects_of(
+    value: object, where: str, max_items: int = MAX_PARTS
+) -> Iterator[tuple[str, Fields]]:
+    """Yields the place and the value of each object of a list; nothing for null."""
+    for number, item in enumerate(list_of(value, where, max_items)):
+        place = f"{where}.{number}"
+        yield place, object_of(item, place)
 
 
 def bool_of(value: object, where: str) -> bool | None:

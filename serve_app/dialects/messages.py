@@ -7,9 +7,9 @@ the assistant that only its maker can read is left out, never refused.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from re import compile as pattern
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from serve_app.dialects.fields import (
     list_of,
     name_of,
     object_of,
+    objects_of,
     options_of,
     refuse,
     shared_fields,
@@ -120,14 +121,13 @@ def _system(value: object) -> str:
         return value or ""
     if not isinstance(value, list):
         refuse("system", "must be a string or a list of text blocks", value)
-    texts = [_text(block, f"system.{n}") for n, block in enumerate(list_of(value, "system"))]
+    texts = [_text(block, place) for place, block in objects_of(value, "system")]
     return "\n".join(text for text in texts if not text.startswith(_BILLING_HEADER))
 
 
-def _text(block: object, where: str) -> str:
-    kind = object_of(block, where).get("type")
-    if not isinstance(block, dict) or kind != "text":
-        refuse(f"{where}.type", 'must be "text": this server reads text only', kind)
+def _text(block: Fields, where: str) -> str:
+    if block.get("type") != "text":
+        refuse(f"{where}.type", 'must be "text": this server reads text only', block.get("type"))
     return text_of(block.get("text"), f"{where}.text")
 
 
@@ -135,10 +135,7 @@ def _messages(value: object) -> list[Fields]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         refuse("messages", f"must be a list of 1 to {MAX_MESSAGES} messages", value)
     messages: list[Fields] = []
-    for number, message in enumerate(value):
-        where = f"messages.{number}"
-        if not isinstance(message, dict):
-            refuse(where, "must be an object", message)
+    for where, message in objects_of(value, "messages", MAX_MESSAGES):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             refuse(f"{where}.role", 'must be "user", "assistant" or "system"', role)
@@ -147,17 +144,15 @@ def _messages(value: object) -> list[Fields]:
             continue
         if not isinstance(content, list):
             refuse(f"{where}.content", "must be a string or a list of blocks", content)
-        blocks = list_of(content, f"{where}.content")
         read = _assistant if role == "assistant" else _others
-        messages += read(role, blocks, f"{where}.content")
+        messages += read(role, objects_of(content, f"{where}.content"))
     return messages
 
 
-def _assistant(role: str, blocks: list[Any], where: str) -> list[Fields]:
+def _assistant(role: str, blocks: Iterable[tuple[str, Fields]]) -> list[Fields]:
     texts, reasoning, calls = [], [], []
-    for number, block in enumerate(blocks):
-        place = f"{where}.{number}"
-        kind = object_of(block, place).get("type")
+    for place, block in blocks:
+        kind = block.get("type")
         if kind == "text":
             texts.append(_text(block, place))
         elif kind == "thinking":
@@ -178,13 +173,12 @@ def _assistant(role: str, blocks: list[Any], where: str) -> list[Fields]:
     return [message]
 
 
-def _others(role: str, blocks: list[Any], where: str) -> list[Fields]:
+def _others(role: str, blocks: Iterable[tuple[str, Fields]]) -> list[Fields]:
     """Returns the results of tools as messages of their own, in their order among the texts."""
     messages: list[Fields] = []
     texts: list[str] = []
-    for number, block in enumerate(blocks):
-        place = f"{where}.{number}"
-        if object_of(block, place).get("type") != "tool_result":
+    for place, block in blocks:
+        if block.get("type") != "tool_result":
             texts.append(_text(block, place))
             continue
         if texts:
@@ -205,9 +199,8 @@ def _result(content: object, where: str) -> str:
     if not isinstance(content, list):
         refuse(where, "must be a string or a list of text blocks", content)
     texts = []
-    for number, block in enumerate(list_of(content, where)):
-        place = f"{where}.{number}"
-        if object_of(block, place).get("type") == "tool_reference":
+    for place, block in objects_of(content, where):
+        if block.get("type") == "tool_reference":
             left_out("the block tool_reference", PATH)
         else:
             texts.append(_text(block, place))
@@ -216,9 +209,8 @@ def _result(content: object, where: str) -> str:
 
 def _tools(value: object) -> list[Fields]:
     tools: list[Fields] = []
-    for number, tool in enumerate(list_of(value, "tools", MAX_TOOLS)):
-        where = f"tools.{number}"
-        kind, schema = object_of(tool, where).get("type"), tool.get("input_schema")
+    for where, tool in objects_of(value, "tools", MAX_TOOLS):
+        kind, schema = tool.get("type"), tool.get("input_schema")
         if schema is None and isinstance(kind, str) and kind.startswith(_LEFT_OUT_TOOLS):
             left_out(f"the tool {kind}", PATH)
             continue

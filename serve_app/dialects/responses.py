@@ -20,6 +20,7 @@ from serve_app.dialects.fields import (
     list_of,
     name_of,
     object_of,
+    objects_of,
     options_of,
     refuse,
     shared_fields,
@@ -180,9 +181,8 @@ def _tools(value: object, place: str, namespaces: dict[str, str], inside: str = 
     """Returns the tools as a chat has them. Adds the tools of a namespace to `namespaces`; `inside`
     is the namespace that `value` is in."""
     tools: list[Fields] = []
-    for number, tool in enumerate(list_of(value, place, MAX_TOOLS)):
-        where = f"{place}.{number}"
-        kind = object_of(tool, where).get("type")
+    for where, tool in objects_of(value, place, MAX_TOOLS):
+        kind = tool.get("type")
         if kind in _LEFT_OUT_TOOLS:
             left_out(f"the tool {kind}", PATH)
             continue
@@ -242,13 +242,11 @@ class _Items:
         self._turn: Fields | None = None  # the assistant's newest message, while it may grow
 
     def read(self, items: list[Any]) -> list[Fields]:
-        for number, item in enumerate(items):
-            self._read(item, f"input.{number}")
+        for where, item in objects_of(items, "input", MAX_ITEMS):
+            self._read(item, where)
         return self._messages
 
-    def _read(self, item: object, where: str) -> None:
-        if not isinstance(item, dict):
-            refuse(where, "must be an object", item)
+    def _read(self, item: Fields, where: str) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             self._read_message(item, where)
@@ -312,9 +310,8 @@ def _joined(value: object, where: str) -> str:
     if not isinstance(value, list):
         refuse(where, "must be a string or a list of text parts", value)
     texts = []
-    for number, part in enumerate(list_of(value, where)):
-        place = f"{where}.{number}"
-        kind = object_of(part, place).get("type")
+    for place, part in objects_of(value, where):
+        kind = part.get("type")
         if kind == "refusal":
             texts.append(text_of(part.get("refusal"), f"{place}.refusal"))
         elif kind in _TEXT_PARTS:

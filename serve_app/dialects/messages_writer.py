@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from serve_app.dialects.blocks import BlockKind, BlockWriter, event
 from serve_app.errors import ApiError
 from serve_app.openai.choice import ToolCallDelta
+from serve_app.openai.dialect import BlockKind, DialectWriter, event
 from serve_app.openai.responses import Json, ResponseHead, UsageInfo, encode
 
 # Kind of a block -> the type of its deltas, and their field.
@@ -17,16 +17,13 @@ _DELTAS = {
 }
 
 
-class MessagesWriter(BlockWriter):
+class MessagesWriter(DialectWriter):
     def __init__(self, head: ResponseHead, max_tokens: int, *, shows_cache: bool) -> None:
         """`shows_cache` counts the tokens that the cache had apart from the others."""
-        super().__init__()
+        super().__init__(head)
         self._shows_cache = shows_cache
-        self._head = head
         self._max_tokens = max_tokens
-        self._content: list[Json] = []
-        self._block: Json = {}
-        self._texts: list[str] = []
+        self._block: Json = {}  # the open one, without its text
         self._prefix = b""  # of the open block's deltas
 
     def start(self, usage: UsageInfo) -> bytes:
@@ -50,30 +47,29 @@ class MessagesWriter(BlockWriter):
         return b"event: error\ndata: %b\n\n" % error.anthropic_body()
 
     def opened(self, kind: BlockKind, call: ToolCallDelta | None) -> bytes:
-        self._texts = []
         if kind == "text":
             self._block = {"type": "text", "text": ""}
         elif kind == "reasoning":
             self._block = {"type": "thinking", "thinking": "", "signature": ""}
         else:
             assert call is not None
-            call_id = call.id or f"toolu_{self.num_blocks}"
+            call_id = call.id or f"toolu_{len(self.blocks)}"
             name = call.name or ""
             self._block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
         delta_type, field = _DELTAS[kind]
         self._prefix = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-            b'"delta":{"type":"%b","%b":' % (self.num_blocks, delta_type.encode(), field.encode())
+            b'"delta":{"type":"%b","%b":' % (len(self.blocks), delta_type.encode(), field.encode())
         )
-        fields: Json = {"index": self.num_blocks, "content_block": self._block}
+        fields: Json = {"index": len(self.blocks), "content_block": self._block}
         return event("content_block_start", fields)
 
     def added(self, kind: BlockKind, text: str, logprobs: list[Json]) -> bytes:
-        self._texts.append(text)
+        self.texts.append(text)
         return self._prefix + encode(text) + b"}}\n\n"
 
-    def closed(self, kind: BlockKind, *, is_cut: bool) -> bytes:
-        text, index = "".join(self._texts), len(self._content)
+    def closed(self, kind: BlockKind) -> bytes:
+        text, index = "".join(self.texts), len(self.blocks)
         field: Json
         signature = b""
         if kind == "call":
@@ -84,27 +80,25 @@ class MessagesWriter(BlockWriter):
             signature = event("content_block_delta", {"index": index, "delta": delta})
         else:
             field = {"text": text}
-        self._content.append(self._block | field)
+        self.blocks.append(self._block | field)
         return signature + event("content_block_stop", {"index": index})
 
     def _stop(self, usage: UsageInfo) -> tuple[str, str | None]:
         """Returns the reason of the end, and the stop sequence that was found."""
-        last = self.last
-        assert last is not None
-        if last.finish_reason == "length":
+        if self.is_cut:
             is_full = usage.completion_tokens < self._max_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens", None
-        if isinstance(last.stop_reason, str):
-            return "stop_sequence", last.stop_reason
+        if self.last is not None and isinstance(self.last.stop_reason, str):
+            return "stop_sequence", self.last.stop_reason
         return "tool_use" if self.has_calls else "end_turn", None
 
     def _message(self, usage: Json) -> Json:
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "type": "message",
             "role": "assistant",
-            "model": self._head.model,
-            "content": self._content,
+            "model": self.head.model,
+            "content": self.blocks,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from serve_app.dialects.blocks import BlockKind, BlockWriter, event
 from serve_app.errors import ApiError
 from serve_app.openai.choice import ToolCallDelta
+from serve_app.openai.dialect import BlockKind, DialectWriter, event
 from serve_app.openai.responses import Json, ResponseHead, UsageInfo, encode
 
 # Kind of a block -> the beginning of its item's id, and of the names of its events.
@@ -22,19 +22,16 @@ _EVENTS = {
 _OPENAI_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
-class ResponsesWriter(BlockWriter):
+class ResponsesWriter(DialectWriter):
     def __init__(self, head: ResponseHead, namespaces: Mapping[str, str], repeated: Json) -> None:
         """`namespaces` of tools, by their names; `repeated`: fields of the request that the
         response repeats."""
-        super().__init__()
+        super().__init__(head)
         self._namespaces = namespaces
-        self._head = head
         self._key = head.id.partition("_")[2]
         self._repeated = repeated
-        self._output: list[Json] = []
         self._sequence = 0
         self._item: Json = {}  # the open one, without its text
-        self._texts: list[str] = []
         self._logprobs: list[bytes] = []
         self._prefix = b""  # of the open item's deltas
 
@@ -46,13 +43,14 @@ class ResponsesWriter(BlockWriter):
 
     def end(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
         closing = self.finish(needs_text=True)
-        status = self._status()
+        status = "incomplete" if self.is_cut else "completed"
         response = self._response(status, usage, num_reasoning_tokens)
         return closing + self._event(f"response.{status}", {"response": response})
 
     def body(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
         self.finish(needs_text=True)
-        return encode(self._response(self._status(), usage, num_reasoning_tokens))
+        status = "incomplete" if self.is_cut else "completed"
+        return encode(self._response(status, usage, num_reasoning_tokens))
 
     def failure(self, error: ApiError) -> bytes:
         code = _OPENAI_CODES.get(error.status, "server_error")
@@ -63,8 +61,8 @@ class ResponsesWriter(BlockWriter):
         )
 
     def opened(self, kind: BlockKind, call: ToolCallDelta | None) -> bytes:
-        item_id = f"{_IDS[kind]}_{self._key}_{self.num_blocks}"
-        self._texts, self._logprobs = [], []
+        item_id = f"{_IDS[kind]}_{self._key}_{len(self.blocks)}"
+        self._logprobs = []
         if kind == "text":
             self._item = {"id": item_id, "type": "message", "role": "assistant", "content": []}
         elif kind == "reasoning":
@@ -76,13 +74,13 @@ class ResponsesWriter(BlockWriter):
                 names["namespace"] = namespace
             self._item = {"id": item_id, "type": "function_call", **names, "arguments": ""}
         name = f"{_EVENTS[kind]}.delta"
-        place: Json = {"item_id": item_id, "output_index": self.num_blocks}
+        place: Json = {"item_id": item_id, "output_index": len(self.blocks)}
         self._place = place if kind == "call" else place | {"content_index": 0}
         opening = encode({"type": name, **self._place})[:-1]
         self._prefix = b"event: %b\ndata: %b" % (name.encode(), opening)
         item = self._item | {"status": "in_progress"}
         added = self._event(
-            "response.output_item.added", {"output_index": self.num_blocks, "item": item}
+            "response.output_item.added", {"output_index": len(self.blocks), "item": item}
         )
         if kind == "call":
             return added
@@ -90,7 +88,7 @@ class ResponsesWriter(BlockWriter):
         return added + self._event("response.content_part.added", self._place | part)
 
     def added(self, kind: BlockKind, text: str, logprobs: list[Json]) -> bytes:
-        self._texts.append(text)
+        self.texts.append(text)
         closing = b"}\n\n"
         if kind == "text":
             lists = [
@@ -106,9 +104,9 @@ class ResponsesWriter(BlockWriter):
             closing,
         )
 
-    def closed(self, kind: BlockKind, *, is_cut: bool) -> bytes:
-        text, name = "".join(self._texts), f"{_EVENTS[kind]}.done"
-        item = self._item | {"status": "incomplete" if is_cut else "completed"}
+    def closed(self, kind: BlockKind) -> bytes:
+        text, name = "".join(self.texts), f"{_EVENTS[kind]}.done"
+        item = self._item | {"status": "incomplete" if self.is_cut else "completed"}
         if kind == "call":
             item["arguments"] = text
             done: Json = self._place | {"name": item["name"], "arguments": text}
@@ -122,11 +120,9 @@ class ResponsesWriter(BlockWriter):
                 done["logprobs"] = msgspec.Raw(logprobs)
             events = self._event(name, done)
             events += self._event("response.content_part.done", self._place | {"part": part})
-        self._output.append(item)
-        index = len(self._output) - 1
-        return events + self._event(
-            "response.output_item.done", {"output_index": index, "item": item}
-        )
+        done = {"output_index": len(self.blocks), "item": item}
+        self.blocks.append(item)
+        return events + self._event("response.output_item.done", done)
 
     @staticmethod
     def _part(kind: BlockKind, text: str, logprobs: bytes) -> Json:
@@ -139,18 +135,14 @@ class ResponsesWriter(BlockWriter):
             "logprobs": msgspec.Raw(logprobs),
         }
 
-    def _status(self) -> str:
-        is_cut = self.last is not None and self.last.finish_reason == "length"
-        return "incomplete" if is_cut else "completed"
-
     def _response(
         self, status: str, usage: UsageInfo | None = None, num_reasoning_tokens: int = 0
     ) -> Json:
         is_cut = status == "incomplete"
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "object": "response",
-            "created_at": self._head.created,
+            "created_at": self.head.created,
             "completed_at": int(time.time()) if usage is not None else None,
             "status": status,
             "background": False,
@@ -158,8 +150,8 @@ class ResponsesWriter(BlockWriter):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": None,  # texts of the request are not repeated
             "max_tool_calls": None,
-            "model": self._head.model,
-            "output": self._output,
+            "model": self.head.model,
+            "output": self.blocks,
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import PlainValidator
-
 from registry.errors import InvalidNameError
 from registry.names import MAX_ADAPTERS, check_weight, parse_reference
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, refuse
+from serve_app.openai.json_body import FieldError, nullable, refuse
 
 _SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
 
@@ -24,8 +22,6 @@ def check_base_alone(model: str, adapters: object) -> None:
 
 
 def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
-    if value is None:
-        return ()
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         refuse("adapters", f"must be a list such as {_SHAPE}", value)
     if len(value) > MAX_ADAPTERS:
@@ -59,6 +55,5 @@ def _check_adapter(value: dict[str, object], where: str) -> tuple[str, float]:
 
 
 Adapters = Annotated[
-    tuple[tuple[str, float], ...],
-    PlainValidator(_check_adapters, json_schema_input_type=list[dict[str, str | float]] | None),
+    tuple[tuple[str, float], ...], nullable(_check_adapters, list[dict[str, str | float]])
 ]

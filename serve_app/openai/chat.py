@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from serve_app.errors import ApiError, shown
 from serve_app.openai.fields import MAX_LOGPROBS, MAX_TOKENS, GenerationFields
-from serve_app.openai.json_body import FieldError, parse_json, refuse
+from serve_app.openai.json_body import FieldError, nullable, parse_json, refuse
 from serve_app.openai.tools import (
     AUTO,
     ToolChoice,
@@ -116,9 +116,7 @@ def _check_arguments(arguments: object, where: str) -> JsonObject:
     return value
 
 
-def check_documents(value: object) -> tuple[JsonObject, ...]:
-    if value is None:
-        return ()
+def _check_documents(value: object) -> tuple[JsonObject, ...]:
     documents = value if isinstance(value, list) and len(value) <= MAX_DOCUMENTS else [None]
     if not all(isinstance(document, dict) for document in documents):
         refuse("documents", f"must be a list of at most {MAX_DOCUMENTS} objects", value)
@@ -150,10 +148,8 @@ def _refuse(where: str, problem: str, value: object) -> NoReturn:
     refuse(f"messages.{where}", problem, value, where)
 
 
-def check_template_variables(value: object) -> Mapping[str, TemplateValue]:
+def _check_template_variables(value: object) -> Mapping[str, TemplateValue]:
     field = "chat_template_kwargs"
-    if value is None:
-        return {}
     if not isinstance(value, dict):
         refuse(field, "must be an object", value)
     if len(value) > MAX_TEMPLATE_VARIABLES:
@@ -173,16 +169,11 @@ class ChatTemplateFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[
-        Mapping[str, TemplateValue],
-        PlainValidator(check_template_variables, json_schema_input_type=dict[str, object] | None),
+        Mapping[str, TemplateValue], nullable(_check_template_variables, dict[str, object], {})
     ] = {}
-    tools: Annotated[
-        tuple[JsonObject, ...],
-        PlainValidator(check_tools, json_schema_input_type=list[dict[str, object]] | None),
-    ] = ()
+    tools: Annotated[tuple[JsonObject, ...], nullable(check_tools, list[dict[str, object]])] = ()
     documents: Annotated[
-        tuple[JsonObject, ...],
-        PlainValidator(check_documents, json_schema_input_type=list[dict[str, object]] | None),
+        tuple[JsonObject, ...], nullable(_check_documents, list[dict[str, object]])
     ] = ()
 
     @property
@@ -216,8 +207,7 @@ class ChatRequest(GenerationFields, ChatTemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Annotated[
-        ToolChoice,
-        PlainValidator(check_tool_choice, json_schema_input_type=str | dict[str, object] | None),
+        ToolChoice, nullable(check_tool_choice, str | dict[str, object], AUTO)
     ] = AUTO
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

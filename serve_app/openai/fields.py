@@ -7,17 +7,17 @@ change the output: ignoring such a field would answer a different request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.admission import MIN_REPETITION_PENALTY
 from engine.types import Grammar, SpeculationMode
 from registry.names import MAX_MODEL_LENGTH, join_adapters
 from serve_app.errors import shown
 from serve_app.openai.adapters_field import Adapters, check_base_alone
-from serve_app.openai.json_body import FieldError, refuse
+from serve_app.openai.json_body import FieldError, is_one_of, nullable, refuse
 from serve_app.openai.structured import (
     GuidedChoice,
     GuidedGrammar,
@@ -65,8 +65,6 @@ def check_token_ids(value: object, name: str) -> list[int]:
 
 def _check_stop(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return ()
     if not isinstance(stops, list):
         refuse("stop", "must be a string or a list of strings", value)
     if len(stops) > MAX_STOPS:
@@ -78,16 +76,12 @@ def _check_stop(value: object) -> tuple[str, ...]:
 
 
 def _check_stop_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
     if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
         refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed", len(value))
     return tuple(dict.fromkeys(check_token_ids(value, "stop_token_ids")))
 
 
 def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
     if not isinstance(value, dict):
         refuse("logit_bias", "must map token ids to numbers", value)
     if len(value) > MAX_LOGIT_BIAS:
@@ -102,56 +96,42 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _is_empty(value: object) -> bool:
-    return value is None or value == [] or value == {} or value == ""
-
-
-def _is_off(value: object) -> bool:
-    return _is_empty(value) or value is False
-
-
-def _is(*neutral: object) -> Callable[[object], bool]:
-    # The types must match too: True == 1 in Python.
-    return lambda value: (
-        value is None or any(type(value) is type(item) and value == item for item in neutral)
-    )
-
-
-# Unsupported field -> predicate of the values that are equal to leaving the field out.
-UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
-    "tools": _is_empty,
-    "tool_choice": _is("none", "auto"),  # tools are refused, and without any both call no tool
-    "functions": _is_empty,
-    "function_call": _is("none"),
-    "suffix": _is_empty,
-    "audio": _is_empty,
-    "modalities": _is(["text"], []),
-    "chat_template": _is_empty,
-    "documents": _is_empty,
-    "logits_processors": _is_empty,
-    "logit_processors": _is_empty,
-    "bad_words": _is_empty,
-    "allowed_token_ids": _is_empty,
-    "use_beam_search": _is(False),
-    "length_penalty": _is(1, 1.0),
-    "early_stopping": _is(False),
-    "prompt_embeds": _is_empty,
-    "truncate_prompt_tokens": _is_empty,
-    "return_tokens_as_token_ids": _is(False),
-    "reasoning_effort": _is_empty,
-    "verbosity": _is("medium"),
-    "web_search_options": _is_empty,
-    "thinking_token_budget": _is_empty,
-    "include_reasoning": _is(True),
-    "logprob_token_ids": _is_empty,
-    "repetition_detection": _is_empty,
-    "return_prompt_text": _is(False),
-    "spaces_between_special_tokens": _is(True),
-    "truncation_side": _is_empty,
-    "vllm_xargs": _is_empty,
-    "guided_whitespace_pattern": _is_empty,
-    "structural_tag": _is_empty,
-    "watermarking": _is(False),
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+# Unsupported field -> the values that are equal to leaving the field out.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "tools": _EMPTY,
+    "tool_choice": (None, "none", "auto"),  # tools are refused, and without any both call no tool
+    "functions": _EMPTY,
+    "function_call": (None, "none"),
+    "suffix": _EMPTY,
+    "audio": _EMPTY,
+    "modalities": (None, ["text"], []),
+    "chat_template": _EMPTY,
+    "documents": _EMPTY,
+    "logits_processors": _EMPTY,
+    "logit_processors": _EMPTY,
+    "bad_words": _EMPTY,
+    "allowed_token_ids": _EMPTY,
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "prompt_embeds": _EMPTY,
+    "truncate_prompt_tokens": _EMPTY,
+    "return_tokens_as_token_ids": (None, False),
+    "reasoning_effort": _EMPTY,
+    "verbosity": (None, "medium"),
+    "web_search_options": _EMPTY,
+    "thinking_token_budget": _EMPTY,
+    "include_reasoning": (None, True),
+    "logprob_token_ids": _EMPTY,
+    "repetition_detection": _EMPTY,
+    "return_prompt_text": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "truncation_side": _EMPTY,
+    "vllm_xargs": _EMPTY,
+    "guided_whitespace_pattern": _EMPTY,
+    "structural_tag": _EMPTY,
+    "watermarking": (None, False),
 }
 # Other servers select the adapter by a separate field: SGLang, LoRAX and TGI, llama.cpp.
 _OTHER_MODEL_FIELDS = frozenset(
@@ -205,18 +185,11 @@ class GenerationFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=2)
     logit_bias: Annotated[
-        tuple[tuple[int, float], ...],
-        PlainValidator(_check_logit_bias, json_schema_input_type=dict[str, float] | None),
+        tuple[tuple[int, float], ...], nullable(_check_logit_bias, dict[str, float])
     ] = ()
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    stop: Annotated[
-        tuple[str, ...],
-        PlainValidator(_check_stop, json_schema_input_type=str | list[str] | None),
-    ] = ()
-    stop_token_ids: Annotated[
-        tuple[int, ...],
-        PlainValidator(_check_stop_token_ids, json_schema_input_type=list[int] | None),
-    ] = ()
+    stop: Annotated[tuple[str, ...], nullable(_check_stop, str | list[str])] = ()
+    stop_token_ids: Annotated[tuple[int, ...], nullable(_check_stop_token_ids, list[int])] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
@@ -255,19 +228,17 @@ class GenerationFields(BaseModel):
     @classmethod
     def _check_other(cls, name: str, value: object) -> None:
         """Refuses, accepts or logs a field that is not in this model."""
-        is_neutral = UNSUPPORTED.get(name)
-        if name in cls.refused:
-            is_neutral = _is_off
+        neutral = (*_EMPTY, False) if name in cls.refused else UNSUPPORTED.get(name)
         if name in _OTHER_MODEL_FIELDS:
-            if not _is_empty(value):
+            if not is_one_of(value, _EMPTY):
                 raise FieldError(
                     f"{name}: is not supported, got {shown(value)}. Name the adapter in the "
                     'field model: "model": "<base>:<adapter>", or several in adapters.',
                     name,
                 )
-        elif is_neutral is None:
+        elif neutral is None:
             unknown_fields.log(name)
-        elif not is_neutral(value):
+        elif not is_one_of(value, neutral):
             short = shown(name)[1:-1]
             refuse(short, "is not supported", value, short)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Never, NoReturn, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Never, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PlainValidator, ValidationError
 
 from serve_app.errors import ApiError, shown
 
@@ -55,6 +56,32 @@ class FieldError(ValueError):
 def refuse(field: str, problem: str, value: object, where: str = "") -> NoReturn:
     """Raises FieldError with a value that is not allowed."""
     raise FieldError(f"{field}: {problem}, got {shown(value)}.", where)
+
+
+def nullable(check: Callable[[Any], object], kind: Any, null: object = ()) -> PlainValidator:
+    """Returns the validator of a field whose values `check` reads; `null` stands for JSON's null.
+    `kind`: the type of the field in the JSON schema."""
+    return PlainValidator(
+        lambda value: null if value is None else check(value), json_schema_input_type=kind | None
+    )
+
+
+def is_one_of(value: object, others: Iterable[object]) -> bool:
+    """Returns True if the value equals one of the others of its own type: True == 1 in Python."""
+    return any(type(value) is type(one) and value == one for one in others)
+
+
+def is_deeper(value: object, max_levels: int) -> bool:
+    """Returns True if JSON is nested more than so many levels."""
+    level = [value]
+    for _ in range(max_levels):
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [
+            item for one in nested for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 class TranslatedBody(BaseModel):
@@ -100,6 +127,7 @@ def check_fields(model: type[Model], fields: dict[str, object]) -> Model:
 
 
 def _named(error: ApiError, model: type[BaseModel]) -> ApiError:
+    # A local variable of the function that raises the error would keep the body in a cycle.
     return model.renamed(error) if issubclass(model, TranslatedBody) else error
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, refuse
+from serve_app.openai.json_body import FieldError, is_deeper, is_one_of, refuse
 from serve_app.openai.schema_numbers import inexact_number
 from serve_app.openai.schema_patterns import (
     PATTERNS_OF_FORMATS,
@@ -93,7 +93,8 @@ def enforceable(schema: object, field: str, *, is_strict: bool = False) -> dict[
     letter, if it takes it. Raises FieldError with the place of the fault in the schema."""
     if not isinstance(schema, dict):
         refuse(field, "must be a JSON schema, an object", schema)
-    _check_depth(schema, field)
+    if is_deeper(schema, MAX_SCHEMA_DEPTH + 1):
+        raise FieldError(f"{field}: nested more than {MAX_SCHEMA_DEPTH} levels deep.")
     schema = _without_neutral(schema)
     if is_strict:
         _check_strict(schema, field)
@@ -105,10 +106,11 @@ def enforceable(schema: object, field: str, *, is_strict: bool = False) -> dict[
     found = _with_plain_names(exact, field)
     try:
         source = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        source.encode()
+    except UnicodeEncodeError:  # of a schema given as JSON text, whose escapes are decoded here
+        raise FieldError(f"{field}: a string has a lone surrogate.") from None
     except ValueError:  # 1e999 is read as infinity
         raise FieldError(f"{field}: a number is too large.") from None
-    if not _is_encodable(source):
-        raise FieldError(f"{field}: a string has a lone surrogate.")
     if len(source) > MAX_SCHEMA_CHARS:
         refuse(field, f"at most {MAX_SCHEMA_CHARS} characters are allowed", len(source))
     return found
@@ -179,14 +181,6 @@ def _all_but(texts: Iterable[str]) -> str:
     return "|".join(parts)
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # of a schema given as JSON text, whose escapes are decoded here
-        return False
-    return True
-
-
 def _children(schema: Schema) -> Iterator[tuple[str, object]]:
     """Yields the schemas directly inside a schema, with their places."""
     for key in _SCHEMA_KEYS:
@@ -215,17 +209,6 @@ def place_of_keyword(schema: Schema, keyword: str, where: str) -> str | None:
     return next(
         (f"{at}.{keyword}" for at, part in _schemas(schema, where) if keyword in part), None
     )
-
-
-def _check_depth(value: object, where: str, depth: int = 0) -> None:
-    if depth > MAX_SCHEMA_DEPTH:
-        raise FieldError(f"{where}: nested more than {MAX_SCHEMA_DEPTH} levels deep.")
-    if isinstance(value, dict):
-        for item in value.values():
-            _check_depth(item, where, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            _check_depth(item, where, depth + 1)
 
 
 def closed(schema: Schema) -> dict[str, object]:
@@ -298,9 +281,7 @@ def _num_containers(value: object) -> int:
 def _without_neutral(schema: Schema) -> dict[str, object]:
     """Returns the schema without keywords that have no effect."""
     kept = {
-        key: value
-        for key, value in schema.items()
-        if not any(type(value) is type(one) and value == one for one in _NEUTRAL.get(key, ()))
+        key: value for key, value in schema.items() if not is_one_of(value, _NEUTRAL.get(key, ()))
     }
     return _map_schemas(kept, _without_neutral)
 

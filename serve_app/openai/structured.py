@@ -8,14 +8,14 @@ refuses the features that it cannot enforce, so that no part of a constraint is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import PlainValidator
 
 from engine.grammar_sources import lark_of_choices, without_forcing
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, refuse, strict_json
+from serve_app.openai.json_body import FieldError, is_one_of, nullable, refuse, strict_json
 from serve_app.openai.json_schemas import MAX_SCHEMA_CHARS, grammar_of_schema
 
 MAX_REGEX_CHARS = 4 * 1024
@@ -38,8 +38,6 @@ _STRUCTURED_OPTIONS: Mapping[str, tuple[object, ...]] = {
 def check_response_format(value: object) -> Grammar | None:
     """Returns the grammar of OpenAI's `response_format`, and None for text."""
     field = "response_format"
-    if value is None:
-        return None
     if not isinstance(value, dict):
         refuse(field, "must be an object", value)
     kind = value.get("type")
@@ -72,15 +70,12 @@ def grammar_of_format(value: object, field: str) -> Grammar:
 def check_structured_outputs(value: object) -> Grammar | None:
     """Returns the grammar of vLLM's `structured_outputs`, and None if it names no constraint."""
     field = "structured_outputs"
-    if value is None:
-        return None
     if not isinstance(value, dict):
         refuse(field, "must be an object", value)
     for name, item in value.items():
         if name in _STRUCTURED_KINDS:
             continue
-        neutral = _STRUCTURED_OPTIONS.get(name)
-        if neutral is None or not any(item is one for one in neutral):
+        if not is_one_of(item, _STRUCTURED_OPTIONS.get(name, ())):
             refuse(f"{field}.{shown(name)[1:-1]}", "is not supported", item, name)
     given = {
         name: item
@@ -156,31 +151,17 @@ def _text(value: object, field: str, max_chars: int) -> str:
     return value
 
 
-def _guided(name: str) -> Callable[[object], Grammar | None]:
-    def check(value: object) -> Grammar | None:
-        return None if value is None else _CONSTRAINTS[name](value, f"guided_{name}")
-
-    return check
+def _guided(name: str, kind: Any) -> PlainValidator:
+    return nullable(lambda value: _CONSTRAINTS[name](value, f"guided_{name}"), kind, None)
 
 
 ResponseFormat: TypeAlias = Annotated[
-    Grammar | None,
-    PlainValidator(check_response_format, json_schema_input_type=dict[str, object] | None),
+    Grammar | None, nullable(check_response_format, dict[str, object], None)
 ]
 StructuredOutputs: TypeAlias = Annotated[
-    Grammar | None,
-    PlainValidator(check_structured_outputs, json_schema_input_type=dict[str, object] | None),
+    Grammar | None, nullable(check_structured_outputs, dict[str, object], None)
 ]
-GuidedJson: TypeAlias = Annotated[
-    Grammar | None,
-    PlainValidator(_guided("json"), json_schema_input_type=dict[str, object] | str | None),
-]
-GuidedRegex: TypeAlias = Annotated[
-    Grammar | None, PlainValidator(_guided("regex"), json_schema_input_type=str | None)
-]
-GuidedChoice: TypeAlias = Annotated[
-    Grammar | None, PlainValidator(_guided("choice"), json_schema_input_type=list[str] | None)
-]
-GuidedGrammar: TypeAlias = Annotated[
-    Grammar | None, PlainValidator(_guided("grammar"), json_schema_input_type=str | None)
-]
+GuidedJson: TypeAlias = Annotated[Grammar | None, _guided("json", dict[str, object] | str)]
+GuidedRegex: TypeAlias = Annotated[Grammar | None, _guided("regex", str)]
+GuidedChoice: TypeAlias = Annotated[Grammar | None, _guided("choice", list[str])]
+GuidedGrammar: TypeAlias = Annotated[Grammar | None, _guided("grammar", str)]

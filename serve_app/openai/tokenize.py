@@ -10,12 +10,8 @@ from registry.names import MAX_MODEL_LENGTH
 from serve_app.openai.adapters_field import Adapters, check_base_alone
 from serve_app.openai.chat import ChatTemplateFields, check_messages
 from serve_app.openai.fields import check_token_ids
-from serve_app.openai.json_body import FieldError
+from serve_app.openai.json_body import FieldError, nullable
 from serve_app.text.template import ChatMessage
-
-
-def _check_optional_messages(value: object) -> tuple[ChatMessage, ...] | None:
-    return None if value is None else check_messages(value)
 
 
 def _check_tokens(value: object) -> tuple[int, ...]:
@@ -41,10 +37,7 @@ class TokenizeRequest(_ModelFields, ChatTemplateFields):
 
     prompt: str | None = None
     messages: Annotated[
-        tuple[ChatMessage, ...] | None,
-        PlainValidator(
-            _check_optional_messages, json_schema_input_type=list[dict[str, object]] | None
-        ),
+        tuple[ChatMessage, ...] | None, nullable(check_messages, list[dict[str, object]], None)
     ] = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, refuse
+from serve_app.openai.json_body import FieldError, is_deeper, refuse
 
 MAX_TOOLS = 256
 MAX_DEPTH = 32
@@ -32,20 +32,11 @@ AUTO = ToolChoice("auto")
 
 def check_depth(value: Any, name: str) -> None:
     """Refuses JSON that is nested more than MAX_DEPTH levels: templates and grammars recurse."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        nested = [one for one in level if isinstance(one, dict | list)]
-        level = [
-            item for one in nested for item in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return
-    raise FieldError(f"{name}: is nested more than {MAX_DEPTH} levels deep.")
+    if is_deeper(value, MAX_DEPTH):
+        raise FieldError(f"{name}: is nested more than {MAX_DEPTH} levels deep.")
 
 
 def check_tools(value: object) -> tuple[Tool, ...]:
-    if value is None:
-        return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         got = len(value) if isinstance(value, list) else value
         refuse("tools", f"must be a list of at most {MAX_TOOLS} tools", got)
@@ -98,7 +89,7 @@ def _check_tool(tool: object, index: int) -> Tool:
 
 
 def check_tool_choice(value: object) -> ToolChoice:
-    if value is None or value == "auto":
+    if value == "auto":
         return AUTO
     if value == "none" or value == "required":
         return ToolChoice(value)

@@ -23,6 +23,7 @@ from serve_app.openai.tools import Tool, ToolChoice, schemas
 from serve_app.text.response_template import CallFormat, ResponseTemplate
 
 _FREE = r"/(.|\n)*/"
+_NO_CALLS = CallFormat(begin="", end="", between="")
 # The allowed keys of a tool's parameters that are written one by one: the calls have the listed
 # parameters alone.
 _KEYS_OF_PARAMETERS = frozenset(
@@ -117,7 +118,7 @@ def _content_grammar(
                 "structured_outputs",
             )
         return replace(content, starts_after=thinking.end_id)
-    writer = _GrammarWriter(None, special_ids)
+    writer = _GrammarWriter(_NO_CALLS, special_ids)
     prefix = _reasoning_prefix(writer, template, thinking)
     if not prefix:
         return content
@@ -152,15 +153,10 @@ def _reasoning_prefix(
 class _GrammarWriter:
     """Writes rules of llguidance's Lark dialect."""
 
-    def __init__(self, form: CallFormat | None, special_ids: Mapping[str, int]) -> None:
-        self._known_form = form  # None: for text without calls
+    def __init__(self, form: CallFormat, special_ids: Mapping[str, int]) -> None:
+        self._form = form
         self._special_ids = special_ids
         self.rules: list[str] = []
-
-    @property
-    def _form(self) -> CallFormat:
-        assert self._known_form is not None
-        return self._known_form
 
     def text(self, literal: str) -> str:
         """Returns a literal; a special token in it is matched by its id, for it has no bytes."""
@@ -180,12 +176,13 @@ class _GrammarWriter:
             return f"{name}: {_FREE} {self.text(literal)}"
         return f"{name}[lazy]: {_FREE} {json.dumps(literal)}"
 
-    def calls(self, tools: Sequence[Tool], is_single: bool) -> str:
+    def calls(self, tools: Sequence[Tool], is_single: bool, head: str = "") -> str:
+        """Returns a rule of calls, whose text begins after `head`, the first part of `before`."""
         form = self._form
-        names = self._calls(tools, lambda begin: self.text(begin))
-        self.rules.append(f"call: {' | '.join(names)}")
+        self.rules.append(f"call: {' | '.join(self._calls(tools))}")
+        before, after = self.text(form.before.removeprefix(head)), self.text(form.after)
         more = "" if is_single else f"({self.text(form.between)} call)*"
-        return " ".join(filter(None, (self.text(form.before), "call", more, self.text(form.after))))
+        return " ".join(filter(None, (before, "call", more, after)))
 
     def lazy_calls(self, tools: Sequence[Tool], is_single: bool) -> str:
         """Returns a rule of free text in which the beginning of a call leads to a whole call."""
@@ -196,23 +193,16 @@ class _GrammarWriter:
         if trigger is None:  # calls are the whole answer
             self.rules.append(r"OTHER: /([^{\s](.|\n)*)?/")
             return f"{self.calls(tools, is_single)} | OTHER"
-        if form.before:  # a list of calls
-            self.rules.append(self.until("head", trigger[0]))
-            rest = form.before.removeprefix(trigger[0])
-            names = self._calls(tools, self.text)
-            more = "" if is_single else f"({self.text(form.between)} call)*"
-            self.rules.append(f"call: {' | '.join(names)}")
-            body = " ".join(filter(None, (self.text(rest), "call", more, self.text(form.after))))
-            return f"head {body} | FREE"
         self.rules.append(self.until("head", trigger[0]))
-        names = self._calls(tools, lambda begin: self.text(begin.removeprefix(trigger[0])))
-        self.rules.append(f"call: head ({' | '.join(names)})")
+        if form.before:  # a list of calls
+            return f"head {self.calls(tools, is_single, trigger[0])} | FREE"
+        self.rules.append(f"call: head ({' | '.join(self._calls(tools, trigger[0]))})")
         return r"call /\s{0,4}/ | FREE" if is_single else "call* FREE"
 
-    def _calls(self, tools: Sequence[Tool], begin_text: Any) -> list[str]:
+    def _calls(self, tools: Sequence[Tool], head: str = "") -> list[str]:
         names = []
         for index, (name, schema) in enumerate(schemas(tools).items()):
-            begin = begin_text(self._form.begin.replace("NAME", name))
+            begin = self.text(self._form.begin.replace("NAME", name).removeprefix(head))
             body, end = self._arguments(index, name, schema), self.text(self._form.end)
             self.rules.append(f"call_{index}: {' '.join(filter(None, (begin, body, end)))}")
             names.append(f"call_{index}")

@@ -52,17 +52,18 @@ Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=MAX_S)]
 
 
 class _Fields(BaseModel):
-    """The fields of a key. null: not limited, or as at the creation."""
+    """The fields of a key, as `KeyOrder.changes` names them. null: not limited, or as at the
+    creation."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    key_alias: Name | None = None
-    team_id: Name | None = None  # the tenant; by default ""
+    alias: Name | None = Field(None, validation_alias="key_alias")
+    tenant: Name | None = Field(None, validation_alias="team_id")  # by default ""
     models: list[Glob] | None = Field(None, max_length=1000)  # globs; by default all
     scopes: list[Scope] | None = Field(None, max_length=8)  # by default infer
     duration: Duration | None = None  # from now until it expires
-    rpm_limit: Count | None = None
-    tpm_limit: Count | None = None
+    requests_per_minute: Count | None = Field(None, validation_alias="rpm_limit")
+    tokens_per_minute: Count | None = Field(None, validation_alias="tpm_limit")
     max_parallel_requests: Count | None = None
     tokens_per_day: Count | None = None
     tokens_per_month: Count | None = None
@@ -86,12 +87,6 @@ class _Delete(BaseModel):
     key_aliases: list[str] = Field([], max_length=1000)
 
 
-_OWN = {
-    "key_alias": "alias",
-    "team_id": "tenant",
-    "rpm_limit": "requests_per_minute",
-    "tpm_limit": "tokens_per_minute",
-}
 _DEFAULTS: dict[str, Any] = {
     "tenant": "",
     "models": ("*",),
@@ -208,20 +203,19 @@ async def _order(
 
 
 def changes_of(body: _Fields) -> dict[str, Any]:
-    """Returns the fields of a key that a body sets, under the names of `KeyOrder.changes`."""
+    """Returns the fields of a key that a body sets."""
     changes: dict[str, Any] = {}
     for name in body.model_fields_set & _Fields.model_fields.keys():
         value = getattr(body, name)
-        own = _OWN.get(name, name)
         if name == "duration":
-            own, value = "expires_s", None if value is None else time.time() + value
+            name, value = "expires_s", None if value is None else time.time() + value
         elif value is None:
-            value = _DEFAULTS.get(own)
+            value = _DEFAULTS.get(name)
         elif name == "models":
             value = tuple(value)
         elif name == "scopes":
             value = frozenset(value)
-        changes[own] = value
+        changes[name] = value
     return changes
 
 

@@ -79,10 +79,8 @@ from serve_app.tasks import spawn
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
 from serve_app.tenancy.feed import follow
-from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.orders import Act
 from serve_app.tenancy.table import KeyTable
-from serve_app.tenancy.usage import UsageBatch
 from serve_app.text_workers.pool import TextPool
 
 logger = logging.getLogger(__name__)
@@ -203,12 +201,11 @@ def build_asgi(state: IngressState) -> ASGIApp:
     ):
         app.include_router(routes.router)
     install_error_handlers(app)
-    bounded = ConcurrencyLimitMiddleware(HeadAsGet(app), state.args, state.queues.stats)
-    layers: ASGIApp = bounded
+    layers: ASGIApp = ConcurrencyLimitMiddleware(HeadAsGet(app), state.args, state.queues.stats)
+    has_keys = state.authenticator is not None
     if state.authenticator is not None:
         note = partial(_note_act, state.gateway.manager)
         layers = AuthenticationMiddleware(layers, state.authenticator, note)
-    has_keys = state.authenticator is not None
     layers = with_browser_checks(ConsoleCookie(layers), state.args, has_keys=has_keys)
     return MetricsMiddleware(layers, state.metrics)
 
@@ -271,14 +268,7 @@ def make_state(
 
 
 def make_accounts(gateway: Gateway) -> Accounts:
-    async def lease(request: LeaseRequest) -> dict[str, Grants]:
-        grants: dict[str, Grants] = await gateway.manager.lease.remote(request)
-        return grants
-
-    async def record(batch: UsageBatch) -> bool:
-        is_recorded: bool = await gateway.manager.record_usage.remote(batch)
-        return is_recorded
-
+    lease, record = gateway.manager.lease.remote, gateway.manager.record_usage.remote
     return Accounts(gateway.ingress_id, lease, record, lambda: gateway.num_ingresses)
 
 

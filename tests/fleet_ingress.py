@@ -9,7 +9,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import ray.serve.context
@@ -19,13 +18,8 @@ from starlette.types import ASGIApp
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.api.ingress import (
-    ConcurrencyLimitMiddleware,
-    build_asgi,
-    make_accounts,
-    make_gateway,
-    make_state,
-)
+from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi, make_gateway
+from serve_app.api.state import IngressState, make_accounts
 from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.warm_ups import WarmUps
@@ -114,8 +108,8 @@ class FleetIngress:
         handle = cast("DeploymentHandle[object]", manager)
         self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
         self._records = make_observer(self.name)
-        state = make_state(args, gateway, _Texts(1), self._records)
-        self.state = replace(state, accounts=make_accounts(gateway))
+        self.state = IngressState(args, gateway, _Texts(1), self._records)
+        self.state.accounts = make_accounts(gateway)
         gateway._resting[front.base.digest] = front  # else it would be looked for in Ray
         self._count_watches()
         self.app: ASGIApp = build_asgi(self.state)

@@ -32,9 +32,7 @@ def make_state(
     # The host name that Starlette's test client uses.
     update = {"allowed_hosts": ("testserver",), "max_shadow_requests": 0}
     args = (args or IngressArgs()).model_copy(update=update)
-    return ingress.make_state(
-        args, make_gateway(manager), TextPool(1), make_observer(), authenticator
-    )
+    return IngressState(args, make_gateway(manager), TextPool(1), make_observer(), authenticator)
 
 
 class OpenRecords(RequestObserver):

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import httpx
 import openai
@@ -52,8 +51,8 @@ async def served(policy: KeyPolicy) -> AsyncIterator[tuple[IngressState, Caller,
     async def record(batch: UsageBatch) -> bool:
         return True
 
-    accounts = Accounts("i0", lease, record, lambda: 1)
-    state = replace(make_state(), accounts=accounts)
+    state = make_state()
+    state.accounts = accounts = Accounts("i0", lease, record, lambda: 1)
     accounts.start()
     accounts.check_tasks()
     caller = Caller("k", policy)

@@ -4,21 +4,12 @@ reveal only the names and the reasons why they are not ready.
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request, Response
 
 from serve_app.api.state import state_of
-from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.shadow import Shadows
 from serve_app.http.asgi import json_response
-from serve_app.metrics.exposition import join_texts
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.observe.observer import RequestObserver
-from serve_app.tasks import failures_text
-from serve_app.tenancy.accounts import Accounts
-from serve_app.tenancy.authentication import Authenticator
 
 router = APIRouter()
 _METHODS = ["GET", "HEAD"]
@@ -60,28 +51,6 @@ async def metrics(request: Request) -> Response:
 @router.get("/version")
 async def get_version() -> Response:
     return json_response({"version": version("loraplex")})
-
-
-def own_metrics(
-    metrics: IngressMetrics,
-    gateway: Gateway,
-    shadows: Shadows,
-    observer: RequestObserver,
-    authenticator: Authenticator | None = None,
-    accounts: Accounts | None = None,
-) -> bytes:
-    """Returns the metrics of this ingress replica."""
-    own = metrics.text(gateway.stream.num_open, gateway.connections.routed())
-    num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
-    num_shadows = shadows.num_open, shadows.num_dropped
-    arms = gateway.arms.text(metrics.ingress, num_rollbacks, *num_shadows)
-    tasks = failures_text({"process": "ingress", "ingress": metrics.ingress})
-    migrations, queues = gateway.migrations.metrics.text(), gateway.queues.stats.text()
-    requests = observer.metrics.text(time.monotonic())
-    log = b"" if observer.log is None else observer.log.text()
-    keys = b"" if authenticator is None else authenticator.text(metrics.ingress)
-    limits = b"" if accounts is None else accounts.limits.text()
-    return join_texts((own, migrations, arms, queues, requests, log, tasks, keys, limits))
 
 
 def _status(is_good: bool, word: str, refused: str = "") -> Response:

@@ -35,19 +35,14 @@ from serve_app.api import (
     tokenize,
     webhook,
 )
-from serve_app.api.figures import figures_of
-from serve_app.api.scrape import Scrape, collect
 from serve_app.api.state import IngressState
 from serve_app.autoscaling.options import ingress_scaling
 from serve_app.config import FairnessArgs, IngressArgs, TenancyArgs, admin_token, log_format
 from serve_app.console import pages
 from serve_app.console.cookie import ConsoleCookie
-from serve_app.dispatch.activity import CountsReporter
-from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.queues import AdmissionQueues
-from serve_app.dispatch.shadow import Shadows
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.errors import (
     SHOULD_RETRY,
@@ -68,7 +63,7 @@ from serve_app.http.browsers import with_browser_checks
 from serve_app.logs import install_in_replica
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.queue import QueueStats
-from serve_app.observe.observer import ObserveArgs, RequestObserver, open_observer
+from serve_app.observe.observer import ObserveArgs, open_observer
 from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback
 from serve_app.routing import state as routing
@@ -76,7 +71,6 @@ from serve_app.routing.connections import EngineConnections
 from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import spawn
-from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
 from serve_app.tenancy.feed import follow
 from serve_app.tenancy.orders import Act
@@ -242,36 +236,6 @@ def make_gateway(
     return Gateway(manager, ingress_id, stream, migrations, queues, connections, texts)
 
 
-def make_state(
-    args: IngressArgs,
-    gateway: Gateway,
-    texts: TextPool,
-    observer: RequestObserver,
-    authenticator: Authenticator | None = None,
-) -> IngressState:
-    """`authenticator`: None if requests need no key."""
-    metrics = IngressMetrics(gateway.ingress_id)
-    shadows = Shadows(gateway.migrations, gateway.arms, args.max_shadow_requests)
-    accounts = None if authenticator is None else make_accounts(gateway)
-    own = (metrics, gateway, shadows, observer, authenticator, accounts)
-    render = partial(health.own_metrics, *own)
-    figures = partial(figures_of, gateway, observer.metrics)
-    counts = CountsReporter(gateway.ingress_id, render, figures)
-    scrape = Scrape(partial(collect, gateway, counts))
-    cold_starts = ColdStarts(gateway)
-    queues = gateway.queues
-    return IngressState(
-        *(args, gateway, metrics, cold_starts, shadows, queues, texts, counts, scrape, observer),
-        authenticator,
-        accounts,
-    )
-
-
-def make_accounts(gateway: Gateway) -> Accounts:
-    lease, record = gateway.manager.lease.remote, gateway.manager.record_usage.remote
-    return Accounts(gateway.ingress_id, lease, record, lambda: gateway.num_ingresses)
-
-
 def make_authenticator(tenancy: TenancyArgs) -> Authenticator | None:
     if not tenancy.enabled:
         return None
@@ -306,7 +270,7 @@ class Ingress:
         )
         self._observer = open_observer(observe, replica_id, fairness.weights)
         authenticator = make_authenticator(tenancy)
-        self._state = make_state(args, self._gateway, texts, self._observer, authenticator)
+        self._state = IngressState(args, self._gateway, texts, self._observer, authenticator)
         self._warm_ups = WarmUps(self._gateway)
         self._gateway.start(self._state.counts)
         self._warm_ups.start()

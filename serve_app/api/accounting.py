@@ -6,6 +6,8 @@ the client left; a request that was refused, or that failed without an answer, i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from serve_app.admission.queue import AdmissionQueue
 from serve_app.api.state import IngressState
 from serve_app.dialects.messages import PATH as MESSAGES_PATH
@@ -17,14 +19,14 @@ from serve_app.tenancy.limits import Charge
 from serve_app.tenancy.usage import Usage, UsageKey
 
 
+@dataclass(slots=True, eq=False)
 class RequestAccount:
     """Made by `admit`. `close` ends it at the end of the answer; a second call has no effect."""
 
-    def __init__(self, accounts: Accounts, charge: Charge, key: UsageKey) -> None:
-        self.completion: Completion | None = None  # None until its turn for an engine has come
-        self._accounts = accounts
-        self._charge = charge
-        self._key = key
+    _accounts: Accounts
+    _charge: Charge
+    _key: UsageKey
+    completion: Completion | None = None  # None until its turn for an engine has come
 
     def close(self) -> None:
         completion, self.completion = self.completion, None

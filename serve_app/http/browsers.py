@@ -8,6 +8,7 @@ loopback address (DNS rebinding): then the Host header names that host, and is r
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -63,20 +64,26 @@ def with_browser_checks(app: ASGIApp, args: IngressArgs, *, has_keys: bool = Fal
     return _HostCheck(app, frozenset(args.allowed_hosts), open_paths)
 
 
+@dataclass(frozen=True, slots=True)
 class _HostCheck:
     """Refuses requests whose Host header is neither in `hosts` nor a name of this machine. Browsers
     always send the header; requests without it pass, as do GET and HEAD on `open_paths`."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], open_paths: frozenset[str]) -> None:
-        self._app = app
-        self._hosts = hosts
-        self._open_paths = open_paths
+    _app: ASGIApp
+    _hosts: frozenset[str]
+    _open_paths: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and not self._is_open(scope):
             for name, value in scope["headers"]:
                 if name == b"host" and not self._is_allowed(value.decode("latin-1")):
-                    await self._refuse(value, scope["path"])(scope, receive, send)
+                    refused = ApiError(
+                        403,
+                        f"The host name {shown(value.decode('latin-1'))} is not allowed; add it to "
+                        "args.ingress.allowed_hosts.",
+                        code="host_not_allowed",
+                    )
+                    await error_response(refused, scope["path"])(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -89,15 +96,3 @@ class _HostCheck:
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["path"] in self._open_paths and scope.get("method") in ("GET", "HEAD")
-
-    @staticmethod
-    def _refuse(value: bytes, path: str) -> ASGIApp:
-        return error_response(
-            ApiError(
-                403,
-                f"The host name {shown(value.decode('latin-1'))} is not allowed; add it to "
-                "args.ingress.allowed_hosts.",
-                code="host_not_allowed",
-            ),
-            path,
-        )

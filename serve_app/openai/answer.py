@@ -32,6 +32,7 @@ from serve_app.openai.logprobs import (
 from serve_app.openai.responses import (
     DONE,
     ChunkWriter,
+    CompletionTokensDetails,
     Json,
     PromptTokensDetails,
     ResponseHead,
@@ -39,7 +40,6 @@ from serve_app.openai.responses import (
     choice_body,
     encode,
     error_event,
-    full_body,
     message_fields,
     usage_chunk,
 )
@@ -156,11 +156,11 @@ class ResponseBuilder:
 
     def usage(self) -> UsageInfo:
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
-        details = PromptTokensDetails(sum(self._cached_tokens))
-        usage = UsageInfo(num_prompt, self.num_tokens, num_prompt + self.num_tokens, details)
-        if self._regions is None:
-            return usage
-        return usage.with_reasoning(self._num_reasoning_tokens())
+        cached, reasoning = PromptTokensDetails(sum(self._cached_tokens)), None
+        if self._regions is not None:
+            reasoning = CompletionTokensDetails(self._num_reasoning_tokens())
+        num_all = num_prompt + self.num_tokens
+        return UsageInfo(num_prompt, self.num_tokens, num_all, cached, reasoning)
 
     def stream_end(self) -> bytes:
         """Returns the bytes that follow the last chunk of the last choice."""
@@ -189,7 +189,8 @@ class ResponseBuilder:
             choices.append((yield from self._choice_body(choice)))
             if self.num_tokens > _SLICE_DELTAS:
                 yield PAUSE
-        return full_body(self._head, choices, self.usage(), extras)
+        body = {"choices": choices, "usage": self.usage(), **extras}
+        return encode(self._head.to_json(is_chunk=False) | body)
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the end of a stream that failed."""

@@ -99,38 +99,27 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 # Unsupported field -> the values that are equal to leaving the field out.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "tools": _EMPTY,
+    **dict.fromkeys(
+        (
+            *("tools", "functions", "suffix", "audio", "chat_template", "documents"),
+            *("logits_processors", "logit_processors", "bad_words", "allowed_token_ids"),
+            *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort", "web_search_options"),
+            *("thinking_token_budget", "logprob_token_ids", "repetition_detection"),
+            *("truncation_side", "vllm_xargs", "guided_whitespace_pattern", "structural_tag"),
+        ),
+        _EMPTY,
+    ),
     "tool_choice": (None, "none", "auto"),  # tools are refused, and without any both call no tool
-    "functions": _EMPTY,
     "function_call": (None, "none"),
-    "suffix": _EMPTY,
-    "audio": _EMPTY,
     "modalities": (None, ["text"], []),
-    "chat_template": _EMPTY,
-    "documents": _EMPTY,
-    "logits_processors": _EMPTY,
-    "logit_processors": _EMPTY,
-    "bad_words": _EMPTY,
-    "allowed_token_ids": _EMPTY,
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
-    "prompt_embeds": _EMPTY,
-    "truncate_prompt_tokens": _EMPTY,
     "return_tokens_as_token_ids": (None, False),
-    "reasoning_effort": _EMPTY,
     "verbosity": (None, "medium"),
-    "web_search_options": _EMPTY,
-    "thinking_token_budget": _EMPTY,
     "include_reasoning": (None, True),
-    "logprob_token_ids": _EMPTY,
-    "repetition_detection": _EMPTY,
     "return_prompt_text": (None, False),
     "spaces_between_special_tokens": (None, True),
-    "truncation_side": _EMPTY,
-    "vllm_xargs": _EMPTY,
-    "guided_whitespace_pattern": _EMPTY,
-    "structural_tag": _EMPTY,
     "watermarking": (None, False),
 }
 # Other servers select the adapter by a separate field: SGLang, LoRAX and TGI, llama.cpp.

@@ -13,14 +13,14 @@ from typing import TypeAlias
 
 from engine.types import Grammar
 from serve_app.errors import shown
-from serve_app.openai.json_body import FieldError, is_deeper, is_one_of, refuse
-from serve_app.openai.schema_numbers import inexact_number
-from serve_app.openai.schema_patterns import (
+from serve_app.openai.exact_schemas import (
     PATTERNS_OF_FORMATS,
     UnsupportedPatternError,
     exact_pattern,
+    inexact_number,
     without_controls,
 )
+from serve_app.openai.json_body import FieldError, is_deeper, is_one_of, refuse
 
 MAX_SCHEMA_CHARS = 64 * 1024
 MAX_SCHEMA_DEPTH = 32

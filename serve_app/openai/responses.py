@@ -7,7 +7,7 @@ the text was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,10 +65,6 @@ class UsageInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     # Only where the model's text may have reasoning beside its content.
     completion_tokens_details: CompletionTokensDetails | None = None
 
-    def with_reasoning(self, num_tokens: int) -> UsageInfo:
-        details = CompletionTokensDetails(num_tokens)
-        return msgspec.structs.replace(self, completion_tokens_details=details)
-
 
 def choice_body(
     kind: Kind,
@@ -118,17 +114,6 @@ def _call_body(call: ToolCallDelta, is_chunk: bool) -> Json:
     if call.id is not None:
         body |= {"id": call.id, "type": "function"}
     return body | {"function": function}
-
-
-def full_body(
-    head: ResponseHead,
-    choices: Sequence[msgspec.Raw],
-    usage: UsageInfo,
-    extras: Mapping[str, object],
-) -> bytes:
-    """Returns a whole response. `choices` are encoded already, see `choice_body`."""
-    body = {**head.to_json(is_chunk=False), "choices": choices, "usage": usage, **extras}
-    return encode(body)
 
 
 class ChunkWriter:

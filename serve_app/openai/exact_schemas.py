@@ -1,6 +1,9 @@
-"""Regular expressions of JSON schemas in the form that the grammar library enforces to the letter.
+"""Parts of JSON schemas that the grammar library would not enforce to the letter.
 
-The library quotes strings as JSON only after it has matched them. Where a class of characters takes
+It reads numbers as float64 and brings integers into int64: an identifier of 18 digits in an `enum`
+would become another one.
+
+It quotes strings as JSON only after it has matched them. Where a class of characters takes
 control characters, whose escapes have a backslash, it takes the quotation mark and the backslash,
 too. It also reads nested classes and operations on classes, which ECMA 262 does not have.
 """
@@ -8,7 +11,7 @@ too. It also reads nested classes and operations on classes, which ECMA 262 does
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from serve_app.errors import shown
 
@@ -24,6 +27,8 @@ _DATE = (
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(\])?", re.DOTALL)
 _OPERATION = re.compile(r"\\.|(\[|&&|--|~~|\|\|)", re.DOTALL)
 _CONTROL = re.compile(r"\\(?:x[01]|u00[01]|[xu]\{0*1?[0-9a-fA-F]\}|0|c)|[\x00-\x08\x0e-\x1f]")
+_BEYOND = 2**63
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _CONTROLS = r"\x00-\x1f"
 PATTERNS_OF_FORMATS: Mapping[str, str] = {
     "date": _DATE,
@@ -72,3 +77,31 @@ def exact_pattern(pattern: str) -> str:
 def without_controls(left_out: Collection[str]) -> str:
     """Returns the part to add to a negated class of these characters, each as `\\x{22}`."""
     return "" if {r"\x{22}", r"\x{5c}"}.isdisjoint(left_out) else _CONTROLS
+
+
+def inexact_number(schema: Mapping[str, object]) -> tuple[str, int | float] | None:
+    """Returns the first keyword of the schema, apart from inner schemas, whose number the library
+    would change so that it takes other answers, and the number."""
+    for key in ("const", "enum"):
+        for number in _numbers(schema.get(key)):
+            if not -_BEYOND < number < _BEYOND or float(number) != number:
+                return key, number
+    for key in (*_LOWER, *_UPPER):
+        bound = schema.get(key)
+        if not isinstance(bound, int):
+            continue  # a float is read as it is
+        within = max(-2 * _BEYOND, min(bound, 2 * _BEYOND))
+        read = min(_BEYOND - 1, int(float(within)))
+        if read < bound if key in _LOWER else read > bound:
+            return key, bound
+    return None
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value

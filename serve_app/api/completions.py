@@ -14,7 +14,6 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -184,8 +183,10 @@ async def _begin(
     record: RequestRecord,
 ) -> Completion:
     """Waits until the limits of the client's key and the queue of the base let the request pass.
-    Returns its completion. `scope` releases all that the request then holds."""
-    queue = state.queues.of(route.handle)
+    Returns its completion. `scope` releases all that the request then holds. Raises
+    RequestQuarantinedError."""
+    handle, gateway = route.handle, state.gateway
+    queue = state.queues.of(handle)
     max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
     account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
     if account is not None:
@@ -193,8 +194,24 @@ async def _begin(
     queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
     scope.callback(queue.close, queued)
     record.queue_s = queued.waited_s
+    record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
+    record.call = prepared.parameters.app_name, prepared.routing.call_id
+    builder = prepared.response_builder()
+    generation = prepared.generation(gateway.migrations)
+    on_first_token: OnFirstToken | None = None
+    if (shadow := route.shadow) is not None and copied is not None:
+
+        def on_first_token(load: EngineLoad | None) -> None:
+            # A copy never waits in the queue: while other requests do, none is made.
+            is_queueing = state.queues.of(handle).num_waiting > 0
+            state.shadows.offer(copied, shadow, None if is_queueing else load)
+
     on_tokens = partial(queue.set_generated, queued)
-    completion = _make_completion(state, route, prepared, copied, on_tokens, record)
+    render = partial(state.texts.logprobs, description=handle.description)
+    arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
+    completion = Completion(
+        generation, builder, arm_request, on_first_token, on_tokens, render, record
+    )
     scope.callback(completion.close)
     if account is not None:
         account.completion = completion
@@ -294,33 +311,6 @@ def _routing_request(
     return make_routing_request(
         requests, adapters, limits, client.session, tenant=account, priority=priority
     )
-
-
-def _make_completion(
-    state: IngressState,
-    route: Route,
-    prepared: PreparedRequest,
-    copied: PreparedRequest | None,
-    on_tokens: Callable[[int], None],
-    record: RequestRecord,
-) -> Completion:
-    """Raises RequestQuarantinedError."""
-    handle, gateway = route.handle, state.gateway
-    record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
-    record.call = prepared.parameters.app_name, prepared.routing.call_id
-    builder = prepared.response_builder()
-    generation = prepared.generation(gateway.migrations)
-    on_first_token: OnFirstToken | None = None
-    if (shadow := route.shadow) is not None and copied is not None:
-
-        def on_first_token(load: EngineLoad | None) -> None:
-            # A copy never waits in the queue: while other requests do, none is made.
-            is_queueing = state.queues.of(handle).num_waiting > 0
-            state.shadows.offer(copied, shadow, None if is_queueing else load)
-
-    render = partial(state.texts.logprobs, description=handle.description)
-    arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
-    return Completion(generation, builder, arm_request, on_first_token, on_tokens, render, record)
 
 
 def session_key(http: HttpRequest, body: Body) -> str | None:

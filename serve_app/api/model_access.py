@@ -23,8 +23,8 @@ _LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
 def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
-    """Raises ApiError with 404 if the key may not use the model, or one of several adapters in it,
-    or if there is no such model.
+    """Raises NotFoundError if the key may not use the model, or one of several adapters in it, or
+    if there is no such model.
 
     A split between two versions counts as the stable version: a canary is its operator's choice.
     """
@@ -45,7 +45,7 @@ def check_route(
 ) -> Caller | None:
     """Checks again when the wait for a base has ended: the key may be revoked or changed meanwhile,
     and the name may mean another version. Returns the caller with its present policy. Raises
-    ApiError: 401 for a key that has ended, 404 for a model that it may not use."""
+    ApiError with 401 for a key that has ended, NotFoundError for a model that it may not use."""
     if caller is None:
         return None
     if state.authenticator is not None:
@@ -67,11 +67,8 @@ def unknown(view: PlatformView, model: str) -> Exception:
     """Returns the error for a model that does not exist as far as a key is concerned."""
     if view.registry_error is not None:  # it may be new there
         return RegistryUnavailableError("The model registry is unreachable.")
-    return ApiError(
-        404,
-        f"The model {shown(model)} does not exist, or this API key may not use it.",
-        param="model",
-        code="model_not_found",
+    return NotFoundError(
+        f"The model {shown(model)} does not exist, or this API key may not use it."
     )
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 
 from engine.errors import InvalidRequestError
+from registry.errors import NotFoundError
 from registry.names import join_adapters
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
@@ -105,7 +106,7 @@ async def _find_base(
         named = join_adapters(named, adapters)
     try:
         check_model(state.gateway, caller_of(request), named)
-    except ApiError:
+    except NotFoundError:
         if model is None:  # the error would name the base
             raise InvalidRequestError("model: required with this API key.", "model") from None
         raise

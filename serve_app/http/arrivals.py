@@ -13,13 +13,14 @@ import asyncio
 from starlette.types import Message, Receive, Scope
 
 from serve_app.config import IngressArgs
-from serve_app.errors import ApiError, ClientGoneError
+from serve_app.errors import ApiError, ClientGoneError, OverloadedError
 from serve_app.http.asgi import too_long
 
 MIN_BYTES_PER_S = 16 * 1024
 # Not charged to the byte budget, which is for large bodies; small bodies are bounded in number.
 FREE_BYTES = 64 * 1024
 MAX_HEADERS = 100
+_TOO_MANY = "Too many request bodies are arriving at once."
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -43,7 +44,7 @@ class Arrivals:
 
         The body stays in the budget until that `receive` is called again, which an application does
         after it has read the body, or until `release_body` is called. Raises ApiError with 408 (too
-        slow), 413 (too long) or 429 (too many), and ClientGoneError.
+        slow) or 413 (too long), OverloadedError and ClientGoneError.
         """
         declared = _declared_bytes(scope)
         if declared == 0:
@@ -68,7 +69,7 @@ class Arrivals:
                 while True:
                     message = await receive()
                     if timeout not in self._arriving:
-                        raise _too_many()
+                        raise OverloadedError(_TOO_MANY)
                     if message["type"] != "http.request":
                         raise ClientGoneError
                     part = message.get("body", b"")
@@ -85,7 +86,7 @@ class Arrivals:
                     timeout.reschedule(start_s + timeout_s + len(body) / MIN_BYTES_PER_S)
         except TimeoutError:
             if timeout not in self._arriving:
-                raise _too_many() from None
+                raise OverloadedError(_TOO_MANY) from None
             raise ApiError(
                 408, "The request body did not arrive in time.", code="body_timeout"
             ) from None
@@ -104,7 +105,7 @@ class Arrivals:
             others = (one for one, its in self._arriving.items() if its and one is not timeout)
             victim = next(others, None)
             if victim is None:  # all other bodies are complete and being read
-                raise _too_many()
+                raise OverloadedError(_TOO_MANY)
             self._drop(victim)
 
     def _drop(self, timeout: asyncio.Timeout) -> None:
@@ -163,13 +164,3 @@ def _declared_bytes(scope: Scope) -> int | None:
         elif name == b"transfer-encoding":
             return None
     return declared
-
-
-def _too_many() -> ApiError:
-    return ApiError(
-        429,
-        "Too many request bodies are arriving at once.",
-        "rate_limit_error",
-        code="overloaded",
-        retry_after_s=1,
-    )

@@ -20,7 +20,7 @@ from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
 logger = logging.getLogger(__name__)
 
 _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
-_ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_OVERLOADED = 529
 CLIENT_CLOSED_REQUEST = 499  # as in nginx; for the metrics only, since the client is gone
 
@@ -131,13 +131,12 @@ def error_response(error: BaseException, path: str = "") -> Response:
     api_error = to_api_error(error)
     if api_error.status == 500:
         logger.error("request failed", exc_info=error)
-    if path.startswith(_ANTHROPIC_PATH):
-        status = api_error.status
+    body, status = api_error.body(), api_error.status
+    if path.startswith(ANTHROPIC_PATH):
+        body = api_error.anthropic_body()
         if status == 503 and api_error.should_retry:
             status = _ANTHROPIC_OVERLOADED
-        body = api_error.anthropic_body()
-        return Response(body, status, api_error.headers(), "application/json")
-    return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
+    return Response(body, status, api_error.headers(), "application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:

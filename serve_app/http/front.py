@@ -15,15 +15,22 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.config import IngressArgs, front_limits
-from serve_app.errors import INVALID_REQUEST, SERVER_ERROR, SHOULD_RETRY, ApiError, ClientGoneError
+from serve_app.errors import (
+    INVALID_REQUEST,
+    SERVER_ERROR,
+    SHOULD_RETRY,
+    ApiError,
+    ClientGoneError,
+    OverloadedError,
+    ServiceUnavailableError,
+)
 from serve_app.http.arrivals import Arrivals, Headers, check_header_size
-from serve_app.http.asgi import error_response
+from serve_app.http.asgi import ANTHROPIC_PATH, error_response
 from serve_app.http.connection import install
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = b"x-request-id"
-_ANTHROPIC_PATH = "/v1/messages"
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # Instructions to Serve: to keep a request after its client disconnects, to choose a replica.
 _DROPPED = frozenset(
@@ -67,7 +74,7 @@ class FrontMiddleware:
             receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:
             return
-        except ApiError as error:
+        except (ApiError, OverloadedError) as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
@@ -101,7 +108,7 @@ class FrontMiddleware:
             await _client_error(serve_error, scope["path"])(scope, receive, send)
         elif not is_started:
             # The ingress answers every exception, so its process must have ended.
-            error = ApiError(503, _MESSAGES[503], SERVER_ERROR, None, "unavailable", _RETRY_AFTER_S)
+            error = ServiceUnavailableError(_MESSAGES[503])
             await error_response(error, scope["path"])(scope, receive, send)
 
 
@@ -156,13 +163,13 @@ def _client_error(start: Message, path: str) -> ASGIApp:
     response = error_response(ApiError(status, message, kind, None, code, wait_s), path)
     if (request_id := headers.get(_REQUEST_ID)) is not None:
         response.headers["x-request-id"] = request_id.decode()
-        if path.startswith(_ANTHROPIC_PATH):
+        if path.startswith(ANTHROPIC_PATH):
             response.headers["request-id"] = request_id.decode()
     return response
 
 
 def _add_anthropic_id(scope: Scope, start: Message) -> None:
     """Adds the request's id under the name that Anthropic's clients read."""
-    if scope["path"].startswith(_ANTHROPIC_PATH):
+    if scope["path"].startswith(ANTHROPIC_PATH):
         ids = [value for name, value in start["headers"] if bytes(name).lower() == _REQUEST_ID]
         start["headers"] = [*start["headers"], *((b"request-id", value) for value in ids[:1])]

@@ -157,7 +157,7 @@ class FleetIngress:
         counts: dict[str, object] = {
             "open HTTP requests": bounded._num_open,
             "records without an end": self._records.num_open,
-            "bodies on their way": bounded._arrivals.num_arriving,
+            "bodies on their way": len(bounded._arrivals._arriving),
             "bytes of bodies": bounded._arrivals.num_bytes,
             "streams": gateway.stream.num_open,
             "attempts": sum(map(len, gateway.migrations._attempts.values())),

@@ -383,7 +383,7 @@ async def test_a_body_in_parts_comes_out_in_one() -> None:
     assert await receive() == {"type": "http.request", "body": b"abcd", "more_body": False}
     sender.leave()
     assert (await receive())["type"] == "http.disconnect"
-    assert (arrivals.num_arriving, arrivals.num_bytes) == (0, 0)
+    assert (len(arrivals._arriving), arrivals.num_bytes) == (0, 0)
 
 
 async def test_bodies_in_arrival_have_one_budget_of_bytes() -> None:
@@ -408,7 +408,7 @@ async def test_bodies_in_arrival_have_one_budget_of_bytes() -> None:
         sender.leave()
         with pytest.raises(ClientGoneError):
             await task
-    assert (arrivals.num_arriving, arrivals.num_bytes) == (0, 0)
+    assert (len(arrivals._arriving), arrivals.num_bytes) == (0, 0)
 
 
 async def test_a_long_body_stays_in_the_budget_until_it_is_read() -> None:
@@ -432,7 +432,7 @@ async def test_a_body_that_stops_coming_is_408() -> None:
     task = arrive(arrivals, sender)
     sender.send(b"{")
     assert await refusal_of(task) == 408
-    assert arrivals.num_arriving == 0
+    assert len(arrivals._arriving) == 0
 
 
 async def test_a_request_is_open_only_once_its_body_is_whole() -> None:

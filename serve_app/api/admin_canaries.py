@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serve_app.api.admin_auth import require_admin
 from serve_app.api.state import state_of
-from serve_app.canary.status import CanaryStatus
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
 from serve_app.messages import CanaryChange
@@ -75,5 +74,4 @@ async def abort(request: Request, adapter: str) -> Response:
 
 async def _change(request: Request, change: CanaryChange) -> Response:
     status = await ask_manager(state_of(request).gateway.manager.change_canary, change)
-    assert isinstance(status, CanaryStatus)
     return json_response({"canary": status})

@@ -26,7 +26,7 @@ from engine.types import EngineLoad, Request, adapter_key
 from registry.catalog import Resolution
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
-from serve_app.api.explain import explain_headers, is_wanted
+from serve_app.api.explain import explain_headers
 from serve_app.api.model_access import check_body, check_model, check_route, name_adapters
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
@@ -43,7 +43,12 @@ from serve_app.observe.record import RequestRecord
 from serve_app.openai.chat import ChatRequest
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.dialect import DialectRequest
-from serve_app.openai.engine_params import Prompt, engine_requests, read_prompts
+from serve_app.openai.engine_params import (
+    GenerationRequest,
+    Prompt,
+    engine_requests,
+    read_prompts,
+)
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
@@ -53,7 +58,6 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHAT_PATH, COMPLETIONS_PATH, responses.PATH, messages.PATH, messages.COUNT_PATH)
-Body = ChatRequest | CompletionRequest
 
 _SESSION_HEADER = "x-session-id"
 # The second decides which tokens a grammar allows at a place.
@@ -64,7 +68,7 @@ _VERSION = f"{version('loraplex')} {version('llguidance')}"
 class ClientRequest:
     """A checked request of a client, before its prompts are read."""
 
-    body: Body
+    body: GenerationRequest
     tenant: str
     session: str | None  # see `session_key`
     arrival_s: float = 0.0  # time.time()
@@ -121,14 +125,12 @@ async def get_response(response_id: str) -> Response:
     )
 
 
-async def complete(
-    http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]
-) -> Response:
+async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response:
     """Answers a request; `kind` is the class of its body, which may be a dialect's."""
     arrival_s = time.time()
     state = state_of(http)
     headers: dict[str, str] = {}
-    body: Body | None = None
+    body: GenerationRequest | None = None
     caller = caller_of(http)
     record = state.observer.begin(http.url.path, http.headers, arrival_s, caller)
     try:
@@ -157,9 +159,8 @@ async def complete(
             del raw  # a thousand requests may wait for an engine
             completion = await _begin(state, http, scope, caller, route, prepared, copied, record)
             content = await (completion.read() if body.stream else completion.whole())
-            if is_wanted(http):
-                times = arrival_s, record.queue_s, completion.first_token_s
-                headers |= explain_headers(http, prepared, *times)
+            times = arrival_s, record.queue_s, completion.first_token_s
+            headers |= explain_headers(http, prepared, *times)
             response = _response(content, completion, scope, is_stream=bool(body.stream))
     except asyncio.CancelledError as error:
         state.observer.end(record, error)
@@ -228,7 +229,7 @@ def _response(
     return Response(content, media_type="application/json")
 
 
-def named(error: Exception, body: Body | None) -> Exception:
+def named(error: Exception, body: GenerationRequest | None) -> Exception:
     """Returns the error with the names that the fields have in the body's dialect. `body`: None
     until it is parsed, with errors that have these names."""
     if isinstance(body, DialectRequest) and not isinstance(error, ClientGoneError):
@@ -313,7 +314,7 @@ def _routing_request(
     )
 
 
-def session_key(http: HttpRequest, body: Body) -> str | None:
+def session_key(http: HttpRequest, body: GenerationRequest) -> str | None:
     """Returns the key by which requests stick to an arm and a replica: that of a person if the
     request has it, otherwise that of a conversation, otherwise a key that clients may share."""
     session = http.headers.get(_SESSION_HEADER)
@@ -325,7 +326,7 @@ def session_key(http: HttpRequest, body: Body) -> str | None:
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
 
 
-def _head(body: Body, resolution: Resolution) -> ResponseHead:
+def _head(body: GenerationRequest, resolution: Resolution) -> ResponseHead:
     is_chat = isinstance(body, ChatRequest)
     key = adapter_key(resolution.adapters) or ""
     parts = (_VERSION, resolution.base.digest, key)

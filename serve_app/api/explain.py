@@ -45,18 +45,17 @@ def measured(
     }
 
 
-def is_wanted(http: Request) -> bool:
-    return http.headers.get(HEADER) == "1"
-
-
 def explain_headers(
     http: Request, prepared: PreparedRequest, arrival_s: float, fair_s: float, first_s: float
 ) -> dict[str, str]:
-    """Returns no headers if the decision was forgotten, as it may be after a long whole answer.
+    """Returns no headers if the client wants none, and if the decision was forgotten, as it may be
+    after a long whole answer.
 
     `arrival_s`, `first_s`: time.time() of the request and of its first token (0: none); `fair_s`:
     its seconds in the fair queue.
     """
+    if http.headers.get(HEADER) != "1":
+        return {}
     if not is_admin(http):
         return _UNAUTHORIZED
     app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id

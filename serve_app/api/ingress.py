@@ -52,7 +52,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
     should_retry_of,
 )
-from serve_app.http.arrivals import Arrivals, check_header_size
+from serve_app.http.arrivals import Arrivals
 from serve_app.http.asgi import (
     CLIENT_CLOSED_REQUEST,
     HeadAsGet,
@@ -104,7 +104,8 @@ class MetricsMiddleware:
             if status is None and message["type"] == "http.response.start":
                 status = message["status"]
                 if status >= 400:
-                    _add_retry_header(message)
+                    should_retry = "true" if should_retry_of(status) else "false"
+                    MutableHeaders(raw=message["headers"]).setdefault(SHOULD_RETRY, should_retry)
                 route = scope.get("route")  # the pattern, because clients' paths are unbounded
                 path = getattr(route, "path", "unknown")
                 self._metrics.answered(path, status, scope["method"])
@@ -124,12 +125,6 @@ class MetricsMiddleware:
                 self._metrics.disconnected()
 
 
-def _add_retry_header(message: Message) -> None:
-    headers = MutableHeaders(raw=message["headers"])
-    if SHOULD_RETRY not in headers:
-        headers[SHOULD_RETRY] = "true" if should_retry_of(message["status"]) else "false"
-
-
 class ConcurrencyLimitMiddleware:
     """Caps concurrent generation requests; excess gets 429, before its body is read if the limit is
     reached by then. Lets a request in when its header has an acceptable size and its body is
@@ -138,7 +133,6 @@ class ConcurrencyLimitMiddleware:
     def __init__(self, app: ASGIApp, args: IngressArgs, stats: QueueStats) -> None:
         self._app = app
         self._limit = args.max_ongoing_requests
-        self._max_header_bytes = args.max_header_bytes
         self._arrivals = Arrivals(args)
         self._stats = stats
         self._num_open = 0
@@ -149,7 +143,7 @@ class ConcurrencyLimitMiddleware:
             return
         is_bounded = scope["path"] in _BOUNDED_PATHS
         try:
-            check_header_size(scope["headers"], self._max_header_bytes)
+            self._arrivals.check_header(scope)
             if is_bounded:
                 self._check_capacity()
             receive = await self._arrivals.receive_body(scope, receive)

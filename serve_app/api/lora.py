@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from engine.errors import InvalidRequestError
 from registry.entities import AdapterVersion
@@ -87,7 +88,7 @@ async def load_lora_adapter(request: Request) -> Response:
             "undo_load", name, may_replace=body.load_inplace, version=loaded.version
         )
     await _preload(gateway, name, undo)
-    return _text(f"Success: LoRA adapter '{name}' added successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @router.post("/unload_lora_adapter")
@@ -111,7 +112,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     else:
         # Fails if the adapter is in use or pinned, which is no error here.
         await call_engines(base, "evict", adapter)
-    return _text(f"Success: LoRA adapter '{name}' removed successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def _register(gateway: Gateway, change: AdapterChange) -> AdapterVersion:
@@ -182,7 +183,3 @@ async def _parse(request: Request, kind: type[T]) -> T:
 
 def _unknown(name: str) -> ApiError:
     return ApiError(404, f"The lora adapter '{name}' cannot be found.", code="not_found")
-
-
-def _text(message: str) -> Response:
-    return Response(message, media_type="text/plain")

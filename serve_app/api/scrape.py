@@ -1,4 +1,5 @@
-"""The collection behind /metrics, shared by simultaneous scrapers.
+"""The collection behind /metrics, shared by simultaneous scrapers, and the figures of each base in
+an ingress's report, for the console's charts.
 
 Each collection asks every engine and the manager, and thirty scrapers in a loop must not cost as
 much as thirty collections.
@@ -13,13 +14,18 @@ from typing import Any
 
 from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.gateway import Gateway
+from serve_app.messages import BaseFigures, EngineFigures
 from serve_app.metrics.exposition import join_texts
+from serve_app.metrics.requests import RequestCounts, RequestMetrics
 from serve_app.ray_calls import RAY_ERRORS
+from serve_app.routing.state import views_of
 from serve_app.tasks import has_failed, share
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
+_ERRORS = ("error", "non_finite")
+_NONE = RequestCounts()
 
 
 async def collect(gateway: Gateway, counts: CountsReporter) -> bytes:
@@ -84,3 +90,33 @@ async def _manager(
         return []
     counts.was_taken = True
     return [text]
+
+
+def figures_of(gateway: Gateway, metrics: RequestMetrics) -> tuple[BaseFigures, ...]:
+    """Returns the figures of every base that runs or that had a request. Two versions of a base
+    that run side by side count as one base."""
+    names = dict.fromkeys((*metrics.bases, *(one.base.name for one in gateway.handles)))
+    return tuple(_figures(name, gateway, metrics.bases.get(name, _NONE)) for name in names)
+
+
+def _figures(name: str, gateway: Gateway, counts: RequestCounts) -> BaseFigures:
+    apps = [handle.app_name for handle in gateway.handles if handle.base.name == name]
+    outcomes = counts.outcomes
+    return BaseFigures(
+        name,
+        outcomes.total(),
+        sum(outcomes[outcome] for outcome in _ERRORS),
+        outcomes["refused"],
+        counts.prompt_tokens,
+        counts.output_tokens,
+        tuple(counts.first_token.counts),
+        sum(gateway.queues.backlog(app).num_requests for app in apps),
+        tuple(
+            EngineFigures(
+                view.replica_id, view.load.num_running, view.load.num_waiting, view.kv_usage
+            )
+            for app in apps
+            for view in views_of(app).replicas
+            if view.is_connected
+        ),
+    )

@@ -8,9 +8,8 @@ from functools import partial
 from fastapi import Request
 
 from registry.webhooks import SeenDeliveries
-from serve_app.api.figures import figures_of
 from serve_app.api.model_list import ModelList
-from serve_app.api.scrape import Scrape, collect
+from serve_app.api.scrape import Scrape, collect, figures_of
 from serve_app.config import IngressArgs
 from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts

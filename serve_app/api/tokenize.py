@@ -17,7 +17,7 @@ from registry.names import join_adapters
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.model_access import check_model, check_route, name_adapters
-from serve_app.api.state import IngressState, state_of
+from serve_app.api.state import state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
@@ -36,8 +36,7 @@ MAX_DETOKENIZE_BYTES = 1024**2
 @router.post(PATHS[0])
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
-    body, raw = await _read(request, state, TokenizeRequest, MAX_TOKENIZE_BYTES)
-    base = await _find_base_of(request, body)
+    body, raw, base = await _read(request, TokenizeRequest, MAX_TOKENIZE_BYTES)
     ids, texts = await state.texts.run(tokenize_request, body, raw, base.text, base.description)
     return json_response(
         {
@@ -52,8 +51,7 @@ async def tokenize(request: Request) -> Response:
 @router.post(PATHS[1])
 async def detokenize(request: Request) -> Response:
     state = state_of(request)
-    body, raw = await _read(request, state, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
-    base = await _find_base_of(request, body)
+    body, raw, base = await _read(request, DetokenizeRequest, MAX_DETOKENIZE_BYTES)
     text = await state.texts.run(detokenize_request, body, raw, base.text, base.description)
     return json_response({"prompt": text})
 
@@ -70,11 +68,10 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     return json_response(info | base.text.special_tokens)
 
 
-async def _read(
-    request: Request, state: IngressState, kind: type[B], max_bytes: int
-) -> tuple[B, bytes]:
-    """Returns the body, without its text if it is long, and its bytes."""
-    accounting.check(state, caller_of(request))
+async def _read(request: Request, kind: type[B], max_bytes: int) -> tuple[B, bytes, BaseHandle]:
+    """Returns the body, without its text if it is long, its bytes, and the base of its model."""
+    state, caller = state_of(request), caller_of(request)
+    accounting.check(state, caller)
     raw = await read_body(request, state.args.max_body_bytes)
     if len(raw) > max_bytes:
         raise ApiError(
@@ -83,14 +80,11 @@ async def _read(
             f"server's ingress.max_body_bytes is {state.args.max_body_bytes}.",
             code="body_too_large",
         )
-    return await state.texts.parse(kind, raw), raw
-
-
-async def _find_base_of(request: Request, body: TokenizeRequest | DetokenizeRequest) -> BaseHandle:
+    body = await state.texts.parse(kind, raw)
     try:
-        return await _find_base(request, body.model, body.adapters)
+        return body, raw, await _find_base(request, body.model, body.adapters)
     except Exception as error:
-        found = name_adapters(state_of(request).gateway, caller_of(request), body, error)
+        found = name_adapters(state.gateway, caller, body, error)
         if found is error:
             raise
         raise found from error

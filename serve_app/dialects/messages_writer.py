@@ -32,16 +32,14 @@ class MessagesWriter(DialectWriter):
 
     def end(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
         closing = self.finish(needs_text=False)
-        reason, sequence = self._stop(usage)
-        delta: Json = {"stop_reason": reason, "stop_sequence": sequence}
-        fields: Json = {"delta": delta, "usage": self._usage(usage, num_reasoning_tokens)}
+        counts = self._usage(usage, num_reasoning_tokens)
+        fields: Json = {"delta": self._stop(usage), "usage": counts}
         return closing + event("message_delta", fields) + event("message_stop", {})
 
     def body(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
         self.finish(needs_text=False)
-        reason, sequence = self._stop(usage)
         message = self._message(self._usage(usage, num_reasoning_tokens))
-        return encode(message | {"stop_reason": reason, "stop_sequence": sequence})
+        return encode(message | self._stop(usage))
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % error.anthropic_body()
@@ -83,14 +81,15 @@ class MessagesWriter(DialectWriter):
         self.blocks.append(self._block | field)
         return signature + event("content_block_stop", {"index": index})
 
-    def _stop(self, usage: UsageInfo) -> tuple[str, str | None]:
+    def _stop(self, usage: UsageInfo) -> Json:
         """Returns the reason of the end, and the stop sequence that was found."""
+        reason, sequence = "tool_use" if self.has_calls else "end_turn", None
         if self.is_cut:
             is_full = usage.completion_tokens < self._max_tokens
-            return "model_context_window_exceeded" if is_full else "max_tokens", None
-        if self.last is not None and isinstance(self.last.stop_reason, str):
-            return "stop_sequence", self.last.stop_reason
-        return "tool_use" if self.has_calls else "end_turn", None
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif self.last is not None and isinstance(self.last.stop_reason, str):
+            reason, sequence = "stop_sequence", self.last.stop_reason
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _message(self, usage: Json) -> Json:
         return {

@@ -35,9 +35,17 @@ class Arrivals:
         self._arriving: dict[asyncio.Timeout, int] = {}
         self.num_bytes = 0  # charged, including complete bodies that have not been read
 
-    @property
-    def num_arriving(self) -> int:
-        return len(self._arriving)
+    def check_header(self, scope: Scope) -> None:
+        """Raises ApiError with 431 for headers that are too long or too many."""
+        headers, max_bytes = scope["headers"], self._args.max_header_bytes
+        words = ""
+        if len(headers) > MAX_HEADERS:
+            words = f"The request has more than {MAX_HEADERS} headers."
+        # Plus 4 for the separators of each line.
+        elif sum(len(name) + len(value) + 4 for name, value in headers) > max_bytes:
+            words = f"The headers are longer than the limit of {max_bytes} bytes."
+        if words:
+            raise ApiError(431, words, code="headers_too_large")
 
     async def receive_body(self, scope: Scope, receive: Receive) -> Receive:
         """Waits for the whole body and returns a `receive` that begins with it, in one message.
@@ -138,21 +146,6 @@ class _WholeBody:
     def release(self) -> None:
         charge, self._charge, self._message = self._charge, 0, None
         self._arrivals.release(charge)
-
-
-def check_header_size(headers: Headers, max_bytes: int) -> None:
-    """Raises ApiError with 431 for headers that are too long or too many."""
-    if len(headers) > MAX_HEADERS:
-        raise ApiError(
-            431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large"
-        )
-    # Plus 4 for the separators of each line.
-    if sum(len(name) + len(value) + 4 for name, value in headers) > max_bytes:
-        raise ApiError(
-            431,
-            f"The headers are longer than the limit of {max_bytes} bytes.",
-            code="headers_too_large",
-        )
 
 
 def _declared_bytes(scope: Scope) -> int | None:

@@ -24,7 +24,7 @@ from serve_app.errors import (
     OverloadedError,
     ServiceUnavailableError,
 )
-from serve_app.http.arrivals import Arrivals, Headers, check_header_size
+from serve_app.http.arrivals import Arrivals, Headers
 from serve_app.http.asgi import ANTHROPIC_PATH, error_response
 from serve_app.http.connection import install
 
@@ -61,7 +61,6 @@ def middlewares() -> list[Middleware]:
 class FrontMiddleware:
     def __init__(self, app: ASGIApp, args: IngressArgs) -> None:
         self._app = app
-        self._max_header_bytes = args.max_header_bytes
         self._arrivals = Arrivals(args)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +68,7 @@ class FrontMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            check_header_size(scope["headers"], self._max_header_bytes)
+            self._arrivals.check_header(scope)
             scope["headers"] = sanitize(scope["headers"])
             receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:

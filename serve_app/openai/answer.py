@@ -98,13 +98,10 @@ class ResponseBuilder:
         self._continuous_usage = self._shows_usage and bool(
             options is not None and options.continuous_usage_stats
         )
-        # Without any of these a chunk holds text only.
-        self._has_text_chunks = not (
-            self._continuous_usage or self._num_logprobs is not None or request.return_token_ids
-        )
         self._regions = self._region_rules()
-        if self._regions is not None:
-            self._has_text_chunks = False
+        # Without any of these a chunk holds text only.
+        has_more = self._num_logprobs is not None or self._regions is not None
+        self._has_text_chunks = not (has_more or self._continuous_usage or request.return_token_ids)
         self._cached_tokens = [0] * len(prompts)
         self._prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
         self.num_tokens = 0  # generated so far, in all choices
@@ -112,12 +109,11 @@ class ResponseBuilder:
         self.has_text = request.requested_tokens == 0
         self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
         self._choices = self._make_choices()
-        self._num_open = len(self._choices)
         self.finish_reasons: tuple[str, ...] = ()  # of the choices that have ended, in that order
 
     @property
     def is_done(self) -> bool:
-        return self._num_open == 0
+        return len(self.finish_reasons) == len(self._choices)
 
     def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
         """Adds an output of the engine request of `prompt`, an index. Raises as `ChoiceState.feed`;
@@ -137,7 +133,6 @@ class ResponseBuilder:
             is_visible = bool(delta.text) and not delta.text.isspace()
             self.has_text = is_visible or bool(delta.reasoning or delta.tool_calls)
         if delta.finish_reason is not None:
-            self._num_open -= 1
             self.finish_reasons += (delta.finish_reason,)
         if not self._request.stream:
             choice.deltas.append(delta)

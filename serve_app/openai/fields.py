@@ -14,18 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.admission import MIN_REPETITION_PENALTY
 from engine.types import Grammar, SpeculationMode
-from registry.names import MAX_MODEL_LENGTH, join_adapters
-from serve_app.errors import shown
-from serve_app.openai.adapters_field import Adapters, check_base_alone
-from serve_app.openai.json_body import FieldError, is_one_of, nullable, refuse
-from serve_app.openai.structured import (
-    GuidedChoice,
-    GuidedGrammar,
-    GuidedJson,
-    GuidedRegex,
-    ResponseFormat,
-    StructuredOutputs,
+from registry.errors import InvalidNameError
+from registry.names import (
+    MAX_ADAPTERS,
+    MAX_MODEL_LENGTH,
+    check_weight,
+    join_adapters,
+    parse_reference,
 )
+from serve_app.errors import shown
+from serve_app.openai.json_body import FieldError, is_one_of, nullable, refuse
+from serve_app.openai.structured import check_response_format, check_structured_outputs, guided
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_CHARS = 256  # of a field that names a user or a conversation
 MAX_UNKNOWN_NAMES = 64
+_SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
 CONSTRAINT_FIELDS = (
     "response_format",
     "structured_outputs",
@@ -48,6 +48,53 @@ CONSTRAINT_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
+
+
+def check_base_alone(model: str, adapters: object) -> None:
+    """Raises FieldError if the model names adapters beside those of the field."""
+    if adapters and (found := next((c for c in ":+*" if c in model), None)):
+        raise FieldError(
+            f"adapters: model must name a base alone then, got {shown(model)} with {found!r}.",
+            "adapters",
+        )
+
+
+def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        refuse("adapters", f"must be a list such as {_SHAPE}", value)
+    if len(value) > MAX_ADAPTERS:
+        refuse("adapters", f"at most {MAX_ADAPTERS} are allowed", len(value))
+    found = [_check_adapter(one, f"adapters.{number}") for number, one in enumerate(value)]
+    for number, (name, _) in enumerate(found):
+        if name in [earlier for earlier, _ in found[:number]]:
+            raise FieldError(f"adapters.{number}.name: {shown(name)} is there twice.")
+    return tuple(found)
+
+
+def _check_adapter(value: dict[str, object], where: str) -> tuple[str, float]:
+    for field in value:
+        if field not in ("name", "weight"):
+            refuse(where, "must have name and weight only", field)
+    name, weight = value.get("name"), value.get("weight")
+    if not isinstance(name, str):
+        refuse(f"{where}.name", "must be a string", name)
+    if weight is None:
+        weight = 1.0
+    if type(weight) not in (int, float):
+        refuse(f"{where}.weight", "must be a number", weight)
+    try:
+        parse_reference(name)
+    except InvalidNameError as error:
+        raise FieldError(f"{where}.name: {error}.") from None
+    try:
+        return name, check_weight(float(weight))  # type: ignore[arg-type]
+    except (InvalidNameError, OverflowError) as error:
+        raise FieldError(f"{where}.weight: {error}.") from None
+
+
+Adapters = Annotated[
+    tuple[tuple[str, float], ...], nullable(_check_adapters, list[dict[str, str | float]])
+]
 
 
 def check_token_ids(value: object, name: str) -> list[int]:
@@ -195,12 +242,16 @@ class GenerationFields(BaseModel):
     safety_identifier: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)
     metadata: dict[str, object] | None = None
-    response_format: ResponseFormat = None
-    structured_outputs: StructuredOutputs = None
-    guided_json: GuidedJson = None
-    guided_regex: GuidedRegex = None
-    guided_choice: GuidedChoice = None
-    guided_grammar: GuidedGrammar = None
+    response_format: Annotated[
+        Grammar | None, nullable(check_response_format, dict[str, object], None)
+    ] = None
+    structured_outputs: Annotated[
+        Grammar | None, nullable(check_structured_outputs, dict[str, object], None)
+    ] = None
+    guided_json: Annotated[Grammar | None, guided("json", dict[str, object] | str)] = None
+    guided_regex: Annotated[Grammar | None, guided("regex", str)] = None
+    guided_choice: Annotated[Grammar | None, guided("choice", list[str])] = None
+    guided_grammar: Annotated[Grammar | None, guided("grammar", str)] = None
     # The response id is derived from it; it need not be unique.
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
 

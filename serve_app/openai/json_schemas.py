@@ -126,14 +126,12 @@ def _with_exact_formats(schema: Schema) -> dict[str, object]:
         found["pattern"] = exact_pattern(str(found["pattern"]))
     name = found.get("format")
     pattern = PATTERNS_OF_FORMATS.get(name) if isinstance(name, str) else None
-    if pattern is None:
-        return found
-    if "pattern" not in found:
-        return {**found, "pattern": pattern}
     others = found.get("allOf", [])
-    return (
-        {**found, "allOf": [*others, {"pattern": pattern}]} if isinstance(others, list) else found
-    )
+    if pattern is not None and "pattern" not in found:
+        found["pattern"] = pattern
+    elif pattern is not None and isinstance(others, list):
+        found["allOf"] = [*others, {"pattern": pattern}]
+    return found
 
 
 def _with_plain_names(schema: Schema, field: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ refuses the features that it cannot enforce, so that no part of a constraint is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 from pydantic import PlainValidator
 
@@ -151,17 +151,6 @@ def _text(value: object, field: str, max_chars: int) -> str:
     return value
 
 
-def _guided(name: str, kind: Any) -> PlainValidator:
+def guided(name: str, kind: Any) -> PlainValidator:
+    """Returns the validator of vLLM's former field for one kind of constraint."""
     return nullable(lambda value: _CONSTRAINTS[name](value, f"guided_{name}"), kind, None)
-
-
-ResponseFormat: TypeAlias = Annotated[
-    Grammar | None, nullable(check_response_format, dict[str, object], None)
-]
-StructuredOutputs: TypeAlias = Annotated[
-    Grammar | None, nullable(check_structured_outputs, dict[str, object], None)
-]
-GuidedJson: TypeAlias = Annotated[Grammar | None, _guided("json", dict[str, object] | str)]
-GuidedRegex: TypeAlias = Annotated[Grammar | None, _guided("regex", str)]
-GuidedChoice: TypeAlias = Annotated[Grammar | None, _guided("choice", list[str])]
-GuidedGrammar: TypeAlias = Annotated[Grammar | None, _guided("grammar", str)]

@@ -7,9 +7,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from registry.names import MAX_MODEL_LENGTH
-from serve_app.openai.adapters_field import Adapters, check_base_alone
 from serve_app.openai.chat import ChatTemplateFields, check_messages
-from serve_app.openai.fields import check_token_ids
+from serve_app.openai.fields import Adapters, check_base_alone, check_token_ids
 from serve_app.openai.json_body import FieldError, nullable
 from serve_app.text.template import ChatMessage
 

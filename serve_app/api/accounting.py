@@ -83,5 +83,4 @@ def headers(state: IngressState, caller: Caller | None, path: str) -> dict[str, 
     """Returns the headers about the limits of the caller's key, in the shape of the path's API."""
     if state.accounts is None or caller is None:
         return {}
-    is_anthropic = path.startswith(MESSAGES_PATH)
-    return state.accounts.limits.headers(caller, for_anthropic=is_anthropic)
+    return state.accounts.limits.headers(caller, for_anthropic=path.startswith(MESSAGES_PATH))

@@ -72,12 +72,12 @@ async def list_adapters(request: Request) -> Response:
 
 @router.post("/{name}/pin")
 async def pin_adapter(request: Request, name: str) -> Response:
-    return await _set_pin(request, AdapterChange("pin", _bare_name(name)))
+    return await _set_pin(request, name, "pin")
 
 
 @router.post("/{name}/unpin")
 async def unpin_adapter(request: Request, name: str) -> Response:
-    return await _set_pin(request, AdapterChange("unpin", _bare_name(name)))
+    return await _set_pin(request, name, "unpin")
 
 
 @router.post("/{name}/preload")
@@ -171,21 +171,18 @@ async def _order(
     return json_response(EngineResults(adapter.name, adapter.version, engines))
 
 
-async def _set_pin(request: Request, change: AdapterChange) -> Response:
-    adapter = await change_adapter(state_of(request).gateway, change)
-    if adapter is None:
-        raise NotFoundError(f"no adapter is named {change.name!r}")
-    is_pinned = change.kind == "pin"
-    return json_response({"name": adapter.name, "version": adapter.version, "pin": is_pinned})
-
-
-def _bare_name(name: str) -> str:
+async def _set_pin(request: Request, name: str, kind: Literal["pin", "unpin"]) -> Response:
     reference = parse_reference(name)
     if str(reference) != reference.name:
         raise InvalidNameError(
             f"{name!r}: pin the name {reference.name!r}; the pin follows the version of that name"
         )
-    return reference.name
+    change = AdapterChange(kind, reference.name)
+    adapter = await change_adapter(state_of(request).gateway, change)
+    if adapter is None:
+        raise NotFoundError(f"no adapter is named {change.name!r}")
+    is_pinned = kind == "pin"
+    return json_response({"name": adapter.name, "version": adapter.version, "pin": is_pinned})
 
 
 def _residency(adapter: AdapterVersion, replica: ReplicaAdapters) -> AdapterResidency:

@@ -19,8 +19,7 @@ def require_admin(request: Request) -> None:
     """A dependency of routes: raises ApiError with 403 if no token is set, 401 for a wrong one."""
     if caller_of(request) is not None:
         return
-    expected = admin_token()
-    if not expected:
+    if not admin_token():
         raise ApiError(
             403, f"Administration is off: set {ADMIN_TOKEN} for the server.", code="admin_off"
         )

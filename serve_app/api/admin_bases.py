@@ -34,7 +34,8 @@ async def add_base(request: Request) -> Response:
     try:
         model = ModelArgs.model_validate_json(raw)
     except ValidationError as error:
-        raise InvalidRequestError(in_words(error), _field(error)) from None
+        field = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise InvalidRequestError(in_words(error), field) from None
     check_name(model.name)
     try:
         check_added(model)
@@ -64,7 +65,3 @@ async def wake_base(request: Request, name: str) -> Response:
 async def _change_base(request: Request, change: BaseChange) -> Response:
     await ask_manager(state_of(request).gateway.manager.change_base, change)
     return json_response({"name": change.name}, 202)
-
-
-def _field(error: ValidationError) -> str:
-    return ".".join(str(part) for part in error.errors()[0]["loc"])

@@ -20,19 +20,16 @@ router = APIRouter(
 )
 
 
-class _Start(BaseModel):
+class _Promote(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     version: int | None = Field(None, ge=1)
+
+
+class _Start(_Promote):
     alias: str | None = Field(None, min_length=1, max_length=64)
     weight: float | None = Field(None, ge=0, le=1)
     shadow: float | None = Field(None, ge=0, le=1)
-
-
-class _Promote(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    version: int | None = Field(None, ge=1)
 
 
 @router.get("")

@@ -88,10 +88,10 @@ def _tier(routing: RoutingRequest, ranked: Ranked) -> str:
     view, adapter = ranked.replica, routing.adapter
     if adapter is None:
         return ""
+    wanted = set(key_digests(adapter))
     tiers = (("device", view.on_device), ("host", view.on_host), ("disk", view.on_disk))
-    missing, wanted = "device", set(key_digests(adapter))
-    for name, digests in (*tiers, ("registry", wanted)):
-        if wanted:
-            missing = name
+    for name, digests in tiers:
         wanted -= digests
-    return missing
+        if not wanted:
+            return name
+    return "registry"

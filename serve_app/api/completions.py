@@ -130,6 +130,7 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
     arrival_s = time.time()
     state = state_of(http)
     headers: dict[str, str] = {}
+    response: Response
     body: GenerationRequest | None = None
     caller = caller_of(http)
     record = state.observer.begin(http.url.path, http.headers, arrival_s, caller)
@@ -161,7 +162,10 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
             content = await (completion.read() if body.stream else completion.whole())
             times = arrival_s, record.queue_s, completion.first_token_s
             headers |= explain_headers(http, prepared, *times)
-            response = _response(content, completion, scope, is_stream=bool(body.stream))
+            if body.stream:  # the answer takes the scope over and releases it at its own end
+                response = SseResponse(content, completion.rest(), scope.pop_all().close)
+            else:
+                response = Response(content, media_type="application/json")
     except asyncio.CancelledError as error:
         state.observer.end(record, error)
         raise
@@ -218,15 +222,6 @@ async def _begin(
         account.completion = completion
     scope.watch_client(http.receive, completion.client_left)
     return completion
-
-
-def _response(
-    content: bytes, completion: Completion, scope: RequestScope, *, is_stream: bool
-) -> Response:
-    """Returns the answer; a stream of it takes the scope over and releases it at its own end."""
-    if is_stream:
-        return SseResponse(content, completion.rest(), scope.pop_all().close)
-    return Response(content, media_type="application/json")
 
 
 def named(error: Exception, body: GenerationRequest | None) -> Exception:
@@ -331,12 +326,9 @@ def _head(body: GenerationRequest, resolution: Resolution) -> ResponseHead:
     key = adapter_key(resolution.adapters) or ""
     parts = (_VERSION, resolution.base.digest, key)
     fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()[:16]
-    prefix = "chatcmpl-" if is_chat else "cmpl-"
-    if isinstance(body, DialectRequest):
-        prefix = body.id_prefix
     return ResponseHead(
         "chat" if is_chat else "completion",
-        prefix + (body.request_id or uuid.uuid4().hex),
+        body.id_prefix + (body.request_id or uuid.uuid4().hex),
         body.full_model,
         int(time.time()),
         f"fp_{fingerprint}",

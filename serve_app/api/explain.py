@@ -21,7 +21,6 @@ from serve_app.routing.decisions import Decision
 from serve_app.routing.state import routing_state
 
 HEADER = "x-loraplex-explain"
-_UNAUTHORIZED = {HEADER: "needs the admin token"}
 
 
 def measured(
@@ -57,7 +56,7 @@ def explain_headers(
     if http.headers.get(HEADER) != "1":
         return {}
     if not is_admin(http):
-        return _UNAUTHORIZED
+        return {HEADER: "needs the admin token"}
     app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id
     decision = routing_state(app_name).decisions.get(call_id)
     if decision is None or not first_s:

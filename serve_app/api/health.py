@@ -55,8 +55,8 @@ async def get_version() -> Response:
 
 def _status(is_good: bool, word: str, refused: str = "") -> Response:
     """`refused`: the part of the reason for which waiting is of no use."""
-    response = json_response({"status": word, **({"refused": refused} if refused else {})})
+    body = {"status": word, **({"refused": refused} if refused else {})}
+    response = json_response(body, 200 if is_good else 503)
     if not is_good:
-        response.status_code = 503
         response.headers["retry-after"] = "1"
     return response

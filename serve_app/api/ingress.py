@@ -256,10 +256,9 @@ class Ingress:
         keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         texts = TextPool(args.tokenizer_threads)
-        is_proven = args.trusted_gateway is not None
         self._gateway = make_gateway(
             *(manager, replica_id, fairness, texts),
-            is_proven=is_proven,
+            is_proven=args.trusted_gateway is not None,
             has_keys=tenancy.enabled,
         )
         self._observer = open_observer(observe, replica_id, fairness.weights)

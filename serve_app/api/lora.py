@@ -166,9 +166,8 @@ def _find_base(
 
 
 def _is_known(gateway: Gateway, name: str) -> bool:
-    view = view_of(gateway)
     try:
-        return view.catalog.resolve(name).adapter is not None
+        return view_of(gateway).catalog.resolve(name).adapter is not None
     except RegistryError:
         return False
 

@@ -31,8 +31,8 @@ _NONE = RequestCounts()
 async def collect(gateway: Gateway, counts: CountsReporter) -> bytes:
     """Returns the metrics of the whole server as of now."""
     engines = await _engines(gateway)
-    manager = await _manager(gateway, counts, engines)
-    return join_texts([*(text for texts in engines.values() for text in texts), *manager])
+    texts = [text for texts in engines.values() for text in texts]
+    return join_texts([*texts, await _manager(gateway, counts, engines)])
 
 
 class Scrape:
@@ -75,7 +75,7 @@ async def _engines(gateway: Gateway) -> dict[str, list[bytes]]:
 
 async def _manager(
     gateway: Gateway, counts: CountsReporter, engines: dict[str, list[bytes]]
-) -> list[bytes]:
+) -> bytes:
     """Returns the manager's own metrics, the sums over all ingresses, with the current counts of
     this ingress, and the last counters of engines that sleep. `engines`: the metrics of engines
     that run. Empty while the manager does not answer: a partial sum would look like a counter that
@@ -87,9 +87,9 @@ async def _manager(
             )
     except (*RAY_ERRORS, TimeoutError) as error:
         logger.warning("could not fetch the manager's metrics: %s", error)
-        return []
+        return b""
     counts.was_taken = True
-    return [text]
+    return text
 
 
 def figures_of(gateway: Gateway, metrics: RequestMetrics) -> tuple[BaseFigures, ...]:

@@ -103,10 +103,7 @@ def arguments_of(value: object, where: str) -> Fields:
             refuse(where, "must be a JSON object as text", value)
     if not isinstance(value, dict):
         refuse(where, "must be a JSON object", value)
-    try:
-        check_depth(value, where)
-    except FieldError as error:
-        raise FieldError(error.message, where) from None
+    check_depth(value, where, where)
     return value
 
 

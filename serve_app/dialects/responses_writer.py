@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
@@ -91,11 +92,7 @@ class ResponsesWriter(DialectWriter):
         self.texts.append(text)
         closing = b"}\n\n"
         if kind == "text":
-            lists = [
-                bytes(content)
-                for one in logprobs
-                if isinstance(content := one["content"], msgspec.Raw)
-            ]
+            lists = [bytes(cast(msgspec.Raw, one["content"])) for one in logprobs]
             self._logprobs += lists
             closing = b',"logprobs":%b}\n\n' % _joined(lists)
         number, self._sequence = self._sequence, self._sequence + 1

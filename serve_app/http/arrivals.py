@@ -22,8 +22,6 @@ FREE_BYTES = 64 * 1024
 MAX_HEADERS = 100
 _TOO_MANY = "Too many request bodies are arriving at once."
 
-Headers = list[tuple[bytes, bytes]]
-
 
 class Arrivals:
     """The request bodies that this process is receiving."""
@@ -99,7 +97,7 @@ class Arrivals:
                 408, "The request body did not arrive in time.", code="body_timeout"
             ) from None
         finally:
-            self.release(self._arriving.pop(timeout, 0))
+            self.num_bytes -= self._arriving.pop(timeout, 0)
 
     def _add(self, timeout: asyncio.Timeout) -> None:
         if len(self._arriving) >= self._args.max_arriving_requests:
@@ -117,12 +115,9 @@ class Arrivals:
             self._drop(victim)
 
     def _drop(self, timeout: asyncio.Timeout) -> None:
-        self.release(self._arriving.pop(timeout))
+        self.num_bytes -= self._arriving.pop(timeout)
         if not timeout.expired():
             timeout.reschedule(asyncio.get_running_loop().time())
-
-    def release(self, charge: int) -> None:
-        self.num_bytes -= charge
 
 
 class _WholeBody:
@@ -145,7 +140,7 @@ class _WholeBody:
 
     def release(self) -> None:
         charge, self._charge, self._message = self._charge, 0, None
-        self._arrivals.release(charge)
+        self._arrivals.num_bytes -= charge
 
 
 def _declared_bytes(scope: Scope) -> int | None:

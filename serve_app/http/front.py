@@ -24,11 +24,12 @@ from serve_app.errors import (
     OverloadedError,
     ServiceUnavailableError,
 )
-from serve_app.http.arrivals import Arrivals, Headers
+from serve_app.http.arrivals import Arrivals
 from serve_app.http.asgi import ANTHROPIC_PATH, error_response
 from serve_app.http.connection import install
 
 logger = logging.getLogger(__name__)
+Headers = list[tuple[bytes, bytes]]
 
 _REQUEST_ID = b"x-request-id"
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -153,9 +154,8 @@ def _client_error(start: Message, path: str) -> ASGIApp:
     wait_s = _RETRY_AFTER_S if status in (429, 503) else None
     if retry_after.isdigit():
         wait_s = int(retry_after)
-    kind = (
-        "rate_limit_error" if status == 429 else SERVER_ERROR if status >= 500 else INVALID_REQUEST
-    )
+    kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
+    kind = {429: "rate_limit_error"}.get(status, kind)
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     message = _MESSAGES.get(status, "The request cannot be answered.")
     code = {429: "overloaded", 503: "unavailable", 500: "internal"}.get(status, code)

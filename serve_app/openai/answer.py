@@ -19,7 +19,7 @@ from serve_app.openai.chat import ChatRequest
 from serve_app.openai.choice import ChoiceDelta, ChoiceRules, ChoiceState, RegionRules
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.dialect import DialectRequest, rendered_chunk
-from serve_app.openai.engine_params import GenerationRequest, Prompt, uses_regions
+from serve_app.openai.engine_params import GenerationRequest, Prompt, template_of_regions
 from serve_app.openai.logprobs import (
     PAUSE,
     Position,
@@ -227,10 +227,12 @@ class ResponseBuilder:
         return choices
 
     def _region_rules(self) -> RegionRules | None:
-        request, template = self._request, self._text.response_template
-        if not isinstance(request, ChatRequest) or not uses_regions(request, self._text):
+        request = self._request
+        if not isinstance(request, ChatRequest):
             return None
-        assert template is not None
+        template = template_of_regions(request, self._text)
+        if template is None:
+            return None
         special = self._text.tokenizer.special_ids()
         tools = request.template_tools
         return RegionRules(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
@@ -27,9 +27,7 @@ MAX_TEMPLATE_VARIABLES = 16
 MAX_CALLS = 256  # in one message
 MAX_DOCUMENTS = 1024
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-_ROLES = frozenset(get_args(Role))
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNSUPPORTED_IN_MESSAGE = ("function_call", "audio")
 # Phi-4-mini's template reads `tools`, JSON as text, of the system message.
 _OPTIONAL_IN_MESSAGE = ("name", "tool_call_id", "reasoning_content", "reasoning", "tools")
@@ -53,8 +51,8 @@ def _check_message(value: object, index: int) -> ChatMessage:
     if not isinstance(value, dict):
         _refuse(str(index), "must be an object", value)
     role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        _refuse(f"{index}.role", f"must be one of {', '.join(get_args(Role))}", role)
+    if role not in _ROLES:
+        _refuse(f"{index}.role", f"must be one of {', '.join(_ROLES)}", role)
     for name in _UNSUPPORTED_IN_MESSAGE:
         if value.get(name):
             _refuse(f"{index}.{name}", "is not supported", value[name])
@@ -197,6 +195,7 @@ class ChatTemplateFields(BaseModel):
 
 class ChatRequest(GenerationFields, ChatTemplateFields):
     refused: ClassVar[frozenset[str]] = frozenset(("echo", "prompt"))
+    id_prefix: ClassVar[str] = "chatcmpl-"
 
     messages: Annotated[
         tuple[ChatMessage, ...],

@@ -36,11 +36,6 @@ class RegionRules:
     has_reasoning: bool = True  # False leaves the reasoning out
     is_constrained: bool = False  # the content, once begun, is the rest of the answer
 
-    def new_parser(self) -> RegionParser:
-        return RegionParser(
-            self.template, self.turn_start, self.schemas, is_constrained=self.is_constrained
-        )
-
 
 class MarkerDetokenizer:
     """A detokenizer that gives out the special tokens that delimit regions, and no others."""
@@ -78,10 +73,14 @@ class ChoiceRules:
     def new_state(self, detokenizer: Detokenizer) -> ChoiceState:
         table, include = self.stop_table, self.include_stop
         matcher = None if table is None else StopMatcher(table, include_stop=include)
-        if self.regions is None:
+        rules = self.regions
+        if rules is None:
             return ChoiceState(self, detokenizer, matcher)
-        shown = MarkerDetokenizer(detokenizer, self.regions.markers)
-        return RegionChoiceState(self, shown, matcher, _regions=self.regions.new_parser())
+        shown = MarkerDetokenizer(detokenizer, rules.markers)
+        parser = RegionParser(
+            rules.template, rules.turn_start, rules.schemas, is_constrained=rules.is_constrained
+        )
+        return RegionChoiceState(self, shown, matcher, _regions=parser)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -42,6 +42,8 @@ def _check_id_prompt(value: object) -> tuple[int, ...]:
 
 
 class CompletionRequest(GenerationFields):
+    id_prefix: ClassVar[str] = "cmpl-"
+
     prompt: Annotated[
         tuple[PromptInput, ...],
         PlainValidator(

@@ -128,7 +128,6 @@ class DialectWriter:
 class DialectRequest(TranslatedBody, ChatRequest):
     """A chat that came as a body of another API."""
 
-    id_prefix: ClassVar[str]
     renames: ClassVar[Renames]  # the beginnings of chat fields, and their names in the dialect
 
     def new_writer(self, head: ResponseHead) -> DialectWriter:

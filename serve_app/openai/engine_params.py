@@ -22,6 +22,7 @@ from serve_app.openai.tool_grammars import NO_THINKING, Thinking, answer_grammar
 from serve_app.text.base_text import BaseText
 from serve_app.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from serve_app.text.regions import RegionParser
+from serve_app.text.response_template import ResponseTemplate
 from serve_app.text.template import ChatMessage
 
 N = TypeVar("N", int, float)
@@ -251,21 +252,20 @@ def _max_tokens(
     return max(1, requested)
 
 
-def uses_regions(request: ChatRequest, text: BaseText) -> bool:
-    """Returns True if the answer may have reasoning or tool calls beside its content."""
+def template_of_regions(request: ChatRequest, text: BaseText) -> ResponseTemplate | None:
+    """Returns the template if the answer may have reasoning or tool calls beside its content."""
     template = text.response_template
-    if template is None:
-        return False
-    return template.thinks or (template.reads_calls and request.shows_tools)
+    if template is None or template.thinks or (template.reads_calls and request.shows_tools):
+        return template
+    return None
 
 
 def _chat_prompt(request: ChatRequest, text: BaseText, limits: EngineLimits) -> Prompt:
     rendered = _render_chat(request, request.messages, text)
     # The template writes the special tokens itself, so the tokenizer must not add its own.
     ids = _encode(rendered, bool(request.add_special_tokens), text, limits, "messages")
-    template, turn_start = text.response_template, ""
-    if template is not None and uses_regions(request, text):
-        turn_start = template.turn_start(rendered)
+    template = template_of_regions(request, text)
+    turn_start = "" if template is None else template.turn_start(rendered)
     return Prompt(ids, None, turn_start, _answer_grammar(request, text, rendered, turn_start))
 
 

@@ -151,9 +151,7 @@ def strict_json(text: str) -> object:
     """Returns the value. Raises ValueError for syntax that Python accepts beyond JSON, and for a
     key that an object has twice, in words other than Python's; RecursionError for deep nesting."""
     try:
-        value: object = json.loads(
-            text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant
-        )
+        return json.loads(text, object_pairs_hook=_checked_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         words = _SYNTAX.get(error.msg, error.msg.lower())
         place = f"line {error.lineno}, column {error.colno}"
@@ -162,7 +160,6 @@ def strict_json(text: str) -> object:
         if "integer string conversion" in str(error):
             raise ValueError("a number has too many digits") from None
         raise
-    return value
 
 
 def _num_containers(raw: bytes) -> int:

@@ -1,8 +1,4 @@
-"""JSON schemas of clients: checked, bounded in size, and brought into the form of grammars.
-
-The size is bounded before anything reads a schema closely: the time to compile grows with the
-square of some counts.
-"""
+"""JSON schemas of clients: checked, bounded in size, and brought into the form of grammars."""
 
 from __future__ import annotations
 
@@ -312,13 +308,12 @@ def _check_strict(schema: Schema, field: str) -> None:
     num_enum_values = num_name_chars = 0
     for where, part in _schemas(schema, field):
         properties = part.get("properties")
-        if isinstance(properties, dict):
-            num_name_chars += sum(map(len, properties))
+        names = set(properties) if isinstance(properties, dict) else set()
+        num_name_chars += sum(map(len, names))
         if isinstance(properties, dict) or part.get("type") == "object":
             if part.get("additionalProperties") is not False:
                 raise FieldError(f"{where}.additionalProperties: must be false if strict is true.")
             required = part.get("required")
-            names = set(properties) if isinstance(properties, dict) else set()
             given = required if isinstance(required, list) else ()
             missing = names.difference(name for name in given if isinstance(name, str))
             if missing:

@@ -99,20 +99,11 @@ def completion_logprobs(
     return dict(zip(_COLUMNS, (tokens, token_logprobs, top_logprobs, text_offset), strict=True))
 
 
-def prompt_logprobs(
-    entries: Iterable[TokenLogprobs | None], num_top: int, tokenizer: TextTokenizer
-) -> list[Json | None]:
-    """Returns vLLM's `prompt_logprobs`: per token, a map from token id to number, rank and text."""
-    return [
-        None if entry is None else _prompt_entry(entry, num_top, tokenizer) for entry in entries
-    ]
-
-
 def render_part(part: LogprobsPart, tokenizer: TextTokenizer) -> Lists:
     entries = [entry for _, entry, _ in part.positions]
     lists: Mapping[str, object]
     if part.shape == "prompt":
-        lists = {"entries": prompt_logprobs(entries, part.num_top, tokenizer)}
+        lists = {"entries": [_prompt_entry(entry, part.num_top, tokenizer) for entry in entries]}
     elif part.shape == "chat":
         generated = (entry for entry in entries if entry is not None)
         lists = {"content": chat_logprobs(generated, part.num_top, tokenizer)}
@@ -191,7 +182,12 @@ def _top_by_text(entry: TokenLogprobs, num_top: int, tokenizer: TextTokenizer) -
     return top
 
 
-def _prompt_entry(entry: TokenLogprobs, num_top: int, tokenizer: TextTokenizer) -> Json:
+def _prompt_entry(
+    entry: TokenLogprobs | None, num_top: int, tokenizer: TextTokenizer
+) -> Json | None:
+    """Returns an entry of vLLM's `prompt_logprobs`: from token id to number, rank and text."""
+    if entry is None:
+        return None
     ranked = {
         token_id: (rank, value) for rank, (token_id, value) in enumerate(entry.top[:num_top], 1)
     }

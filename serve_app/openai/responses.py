@@ -163,10 +163,10 @@ class ChunkWriter:
         if additions:
             role: Json = {"role": "assistant", "content": None} if is_first else {}
             delta = role | ({"content": text} if text else {}) | additions
-            return b"".join((self._start, b'"delta":', encode(delta), self._suffix[1:])), b"".join(
-                parts
-            )
-        return b"".join((prefix, encode(text), self._suffix)), b"".join(parts)
+            before = b"".join((self._start, b'"delta":', encode(delta), self._suffix[1:]))
+        else:
+            before = b"".join((prefix, encode(text), self._suffix))
+        return before, b"".join(parts)
 
 
 def usage_chunk(head: ResponseHead, usage: UsageInfo) -> bytes:

@@ -37,29 +37,24 @@ _STRUCTURED_OPTIONS: Mapping[str, tuple[object, ...]] = {
 
 def check_response_format(value: object) -> Grammar | None:
     """Returns the grammar of OpenAI's `response_format`, and None for text."""
-    field = "response_format"
     if not isinstance(value, dict):
-        refuse(field, "must be an object", value)
-    kind = value.get("type")
+        refuse("response_format", "must be an object", value)
+    kind, form, field = value.get("type"), value.get("json_schema"), "response_format.json_schema"
     if kind == "text":
         return None
     if kind == "json_object":
         return _ANY_OBJECT
     if kind != "json_schema":
-        refuse(f"{field}.type", "must be one of text, json_object, json_schema", kind, "type")
-    return grammar_of_format(value.get("json_schema"), f"{field}.json_schema")
-
-
-def grammar_of_format(value: object, field: str) -> Grammar:
-    """Returns the grammar of an object with `name`, `schema` and `strict`, as OpenAI's."""
-    if not isinstance(value, dict):
-        refuse(field, "must be an object", value)
-    name, is_strict = value.get("name"), value.get("strict")
+        kinds = "text, json_object, json_schema"
+        refuse("response_format.type", f"must be one of {kinds}", kind, "type")
+    if not isinstance(form, dict):
+        refuse(field, "must be an object", form)
+    name, is_strict = form.get("name"), form.get("strict")
     if name is not None and not (isinstance(name, str) and len(name) <= MAX_NAME_CHARS):
         refuse(f"{field}.name", f"must be a string of at most {MAX_NAME_CHARS} characters", name)
     if is_strict is not None and not isinstance(is_strict, bool):
         refuse(f"{field}.strict", "must be true or false", is_strict)
-    schema = value.get("schema")
+    schema = form.get("schema")
     if schema is None:
         if is_strict:
             raise FieldError(f"{field}.schema: is required if strict is true.")

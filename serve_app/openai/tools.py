@@ -30,10 +30,10 @@ class ToolChoice:
 AUTO = ToolChoice("auto")
 
 
-def check_depth(value: Any, name: str) -> None:
+def check_depth(value: Any, name: str, where: str = "") -> None:
     """Refuses JSON that is nested more than MAX_DEPTH levels: templates and grammars recurse."""
     if is_deeper(value, MAX_DEPTH):
-        raise FieldError(f"{name}: is nested more than {MAX_DEPTH} levels deep.")
+        raise FieldError(f"{name}: is nested more than {MAX_DEPTH} levels deep.", where)
 
 
 def check_tools(value: object) -> tuple[Tool, ...]:

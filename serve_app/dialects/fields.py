@@ -34,10 +34,9 @@ def shared_fields(body: Mapping[str, object], own: Collection[str]) -> Fields:
     for name, value in body.items():
         if name in own:
             continue
-        if name in _SHARED or name in UNSUPPORTED:
-            fields[name] = value
-        elif name not in ChatRequest.model_fields:
-            fields[name] = value  # the checks of chats refuse it, or log its name
+        is_of_chats = name in ChatRequest.model_fields and name not in UNSUPPORTED
+        if name in _SHARED or not is_of_chats:
+            fields[name] = value  # the checks of chats refuse it, or log its name, if it is unknown
         elif value is not None:
             refuse(name, "is a field of /v1/chat/completions", value)
     return fields

@@ -37,10 +37,8 @@ class ResponsesWriter(DialectWriter):
         self._prefix = b""  # of the open item's deltas
 
     def start(self, usage: UsageInfo) -> bytes:
-        response = self._response("in_progress")
-        return self._event("response.created", {"response": response}) + self._event(
-            "response.in_progress", {"response": response}
-        )
+        begun: Json = {"response": self._response("in_progress")}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def end(self, usage: UsageInfo, num_reasoning_tokens: int) -> bytes:
         closing = self.finish(needs_text=True)
@@ -57,9 +55,8 @@ class ResponsesWriter(DialectWriter):
         code = _OPENAI_CODES.get(error.status, "server_error")
         details: Json = {"code": error.code, "message": error.message, "param": error.param}
         response = self._response("failed") | {"error": {"code": code, "message": error.message}}
-        return self._event("error", details) + self._event(
-            "response.failed", {"response": response}
-        )
+        events = self._event("error", details)
+        return events + self._event("response.failed", {"response": response})
 
     def opened(self, kind: BlockKind, call: ToolCallDelta | None) -> bytes:
         item_id = f"{_IDS[kind]}_{self._key}_{len(self.blocks)}"
@@ -80,9 +77,8 @@ class ResponsesWriter(DialectWriter):
         opening = encode({"type": name, **self._place})[:-1]
         self._prefix = b"event: %b\ndata: %b" % (name.encode(), opening)
         item = self._item | {"status": "in_progress"}
-        added = self._event(
-            "response.output_item.added", {"output_index": len(self.blocks), "item": item}
-        )
+        begun: Json = {"output_index": len(self.blocks), "item": item}
+        added = self._event("response.output_item.added", begun)
         if kind == "call":
             return added
         part = {"part": self._part(kind, "", b"[]")}

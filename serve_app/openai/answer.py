@@ -8,7 +8,7 @@ that it reports in the engine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from msgspec import Raw
@@ -71,7 +71,7 @@ class _ChoiceOutput:
     prompt: int  # index of the prompt
     state: ChoiceState
     writer: ChunkWriter
-    deltas: list[ChoiceDelta]  # of whole responses only
+    deltas: list[ChoiceDelta] = field(default_factory=list)  # of whole responses only
     is_started: bool = False
 
 
@@ -215,15 +215,9 @@ class ResponseBuilder:
             detokenizer = self._text.tokenizer.detokenizer(
                 skip_special_tokens=skip, at_start=at_start
             )
-            choices.append(
-                _ChoiceOutput(
-                    index,
-                    index // request.num_choices,
-                    rules.new_state(detokenizer),
-                    ChunkWriter(self._head, index, shows_usage=self._shows_usage),
-                    [],
-                )
-            )
+            writer = ChunkWriter(self._head, index, shows_usage=self._shows_usage)
+            state = rules.new_state(detokenizer)
+            choices.append(_ChoiceOutput(index, index // request.num_choices, state, writer))
         return choices
 
     def _region_rules(self) -> RegionRules | None:

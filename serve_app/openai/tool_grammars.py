@@ -163,11 +163,8 @@ class _GrammarWriter:
         for token, token_id in self._special_ids.items():
             before, found, after = literal.partition(token)
             if found:
-                return " ".join(
-                    part
-                    for part in (self.text(before), f"<[{token_id}]>", self.text(after))
-                    if part
-                )
+                parts = self.text(before), f"<[{token_id}]>", self.text(after)
+                return " ".join(filter(None, parts))
         return json.dumps(literal) if literal else ""
 
     def until(self, name: str, literal: str) -> str:

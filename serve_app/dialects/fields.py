@@ -35,8 +35,8 @@ def shared_fields(body: Mapping[str, object], own: Collection[str]) -> Fields:
         if name in own:
             continue
         is_of_chats = name in ChatRequest.model_fields and name not in UNSUPPORTED
-        if name in _SHARED or not is_of_chats:
-            fields[name] = value  # the checks of chats refuse it, or log its name, if it is unknown
+        if name in _SHARED or not is_of_chats:  # the checks of chats refuse or log an unknown one
+            fields[name] = value
         elif value is not None:
             refuse(name, "is a field of /v1/chat/completions", value)
     return fields

@@ -27,14 +27,14 @@ _DATE = (
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(\])?", re.DOTALL)
 _OPERATION = re.compile(r"\\.|(\[|&&|--|~~|\|\|)", re.DOTALL)
 _CONTROL = re.compile(r"\\(?:x[01]|u00[01]|[xu]\{0*1?[0-9a-fA-F]\}|0|c)|[\x00-\x08\x0e-\x1f]")
-_BEYOND = 2**63
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _CONTROLS = r"\x00-\x1f"
 PATTERNS_OF_FORMATS: Mapping[str, str] = {
     "date": _DATE,
     "date-time": f"{_DATE}.*:..:[0-5]",
     "time": "^..:..:[0-5]",
 }
+_BEYOND = 2**63
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 class UnsupportedPatternError(ValueError):

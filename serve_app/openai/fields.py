@@ -39,7 +39,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_CHARS = 256  # of a field that names a user or a conversation
 MAX_UNKNOWN_NAMES = 64
-_SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
+_ADAPTERS_SHAPE = '[{"name": "sql", "weight": 0.5}, ...]'
 CONSTRAINT_FIELDS = (
     "response_format",
     "structured_outputs",
@@ -61,7 +61,7 @@ def check_base_alone(model: str, adapters: object) -> None:
 
 def _check_adapters(value: object) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        refuse("adapters", f"must be a list such as {_SHAPE}", value)
+        refuse("adapters", f"must be a list such as {_ADAPTERS_SHAPE}", value)
     if len(value) > MAX_ADAPTERS:
         refuse("adapters", f"at most {MAX_ADAPTERS} are allowed", len(value))
     found = [_check_adapter(one, f"adapters.{number}") for number, one in enumerate(value)]

@@ -73,15 +73,13 @@ def is_one_of(value: object, others: Iterable[object]) -> bool:
 
 def is_deeper(value: object, max_levels: int) -> bool:
     """Returns True if JSON is nested more than so many levels."""
-    level = [value]
+    level: list[Any] = [[value]]  # the objects and lists of a level; other values may be many
     for _ in range(max_levels):
-        nested = [one for one in level if isinstance(one, dict | list)]
-        level = [
-            item for one in nested for item in (one.values() if isinstance(one, dict) else one)
-        ]
+        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return False
-    return True
+    return any(level)
 
 
 class TranslatedBody(BaseModel):

@@ -110,10 +110,7 @@ class ResponseBuilder:
         self._echo_texts = [self._echo_text(prompt) for prompt in prompts]
         self._choices = self._make_choices()
         self.finish_reasons: tuple[str, ...] = ()  # of the choices that have ended, in that order
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.finish_reasons) == len(self._choices)
+        self.is_done = False  # all choices have ended
 
     def feed(self, prompt: int, output: TokenOutput) -> FeedResult:
         """Adds an output of the engine request of `prompt`, an index. Raises as `ChoiceState.feed`;
@@ -134,6 +131,7 @@ class ResponseBuilder:
             self.has_text = is_visible or bool(delta.reasoning or delta.tool_calls)
         if delta.finish_reason is not None:
             self.finish_reasons += (delta.finish_reason,)
+            self.is_done = len(self.finish_reasons) == len(self._choices)
         if not self._request.stream:
             choice.deltas.append(delta)
             return FeedResult(b"", state.stopped_by_text)

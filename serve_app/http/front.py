@@ -129,11 +129,7 @@ def sanitize(headers: Headers) -> Headers:
 
 
 def _is_utf8(value: bytes) -> bool:
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return value.decode(errors="ignore").encode() == value
 
 
 def _is_from_serve(scope: Scope, message: Message) -> bool:

@@ -453,6 +453,8 @@ async def test_a_wrong_field_of_a_key_is_named(
     ("path", "param"),
     [
         ("/key/list?page=x", "page"),
+        ("/key/list?page=1000001", "page"),
+        ("/key/list?size=10001", "size"),
         ("/key/list?return_full_object=perhaps", "return_full_object"),
         ("/admin/audit?limit=x", "limit"),
         ("/admin/audit?before=99999999999999999999999", "before"),

@@ -105,10 +105,10 @@ async def test_anthropics_clients_find_their_own_headers() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as http:
             answers = [
                 await http.post(path, json={"model": "base"})
-                for path in ("/v1/messages", "/v1/responses")
+                for path in ("/v1/messages", "/v1/responses", "/v1/messages/count_tokens")
             ]
-        assert [answer.status_code for answer in answers] == [429, 429]
-        anthropic, other = (answer.headers for answer in answers)
+        assert [answer.status_code for answer in answers] == [429, 429, 429]
+        anthropic, other = (answer.headers for answer in answers[:2])
         assert answers[0].json()["error"]["type"] == "rate_limit_error"
         assert anthropic["anthropic-ratelimit-requests-limit"] == "1"
         assert anthropic["anthropic-ratelimit-requests-remaining"] == "0"

@@ -151,10 +151,9 @@ async def list_keys(
     return_full_object: bool = False,
 ) -> Response:
     """Returns ids of keys, the oldest first, or the keys with `return_full_object`."""
-    if not 1 <= size <= 10_000 or not 1 <= page <= 10**6:
-        raise InvalidRequestError(
-            f"page and size: must be from 1 to 10000, got {page} and {size}.", "size"
-        )
+    for name, value, most in (("page", page, 1_000_000), ("size", size, 10_000)):
+        if not 1 <= value <= most:
+            raise InvalidRequestError(f"{name}: must be from 1 to {most}, got {value}.", name)
     lines = await ask_manager(state_of(request).gateway.manager.key_lines)
     assert isinstance(lines, list)
     found: list[KeyLine] = [

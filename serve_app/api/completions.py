@@ -98,15 +98,16 @@ async def create_message(request: HttpRequest) -> Response:
 @router.post(messages.COUNT_PATH)
 async def count_tokens(request: HttpRequest) -> Response:
     """Returns the number of tokens in the prompt that /v1/messages makes of the same body."""
-    state = state_of(request)
+    state, caller = state_of(request), caller_of(request)
     body: CountTokensRequest | None = None
     try:
+        accounting.check(state, caller)
         raw = await read_body(request, state.args.max_body_bytes)
         body = await state.texts.parse(CountTokensRequest, raw)
-        check_model(state.gateway, caller_of(request), body.model)
+        check_model(state.gateway, caller, body.model)
         route, leave = await state.cold_starts.admit(body.model, request.receive)
         leave()
-        check_route(state, caller_of(request), body.model, route)
+        check_route(state, caller, body.model, route)
         handle = route.handle
         prompts = await state.texts.run(read_prompts, body, raw, handle.text, handle.description)
         return json_response({"input_tokens": sum(len(one.token_ids) for one in prompts)})

@@ -100,11 +100,11 @@ async def _find_base(
         named = join_adapters(named, adapters)
     try:
         check_model(state.gateway, caller_of(request), named)
+        route, leave = await state.cold_starts.admit(named, request.receive)
+        leave()
+        check_route(state, caller_of(request), named, route)
     except NotFoundError:
         if model is None:  # the error would name the base
             raise InvalidRequestError("model: required with this API key.", "model") from None
         raise
-    route, leave = await state.cold_starts.admit(named, request.receive)
-    leave()
-    check_route(state, caller_of(request), named, route)
     return route.handle

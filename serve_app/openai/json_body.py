@@ -72,9 +72,10 @@ def is_one_of(value: object, others: Iterable[object]) -> bool:
 
 
 def is_deeper(value: object, max_levels: int) -> bool:
-    """Returns True if JSON is nested more than so many levels."""
+    """Returns True if JSON has more than so many levels of objects and lists, empty ones beyond the
+    last not counted."""
     level: list[Any] = [[value]]  # the objects and lists of a level; other values may be many
-    for _ in range(max_levels):
+    for _ in range(max_levels + 1):
         items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:

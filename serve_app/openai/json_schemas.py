@@ -89,7 +89,7 @@ def enforceable(schema: object, field: str, *, is_strict: bool = False) -> dict[
     letter, if it takes it. Raises FieldError with the place of the fault in the schema."""
     if not isinstance(schema, dict):
         refuse(field, "must be a JSON schema, an object", schema)
-    if is_deeper(schema, MAX_SCHEMA_DEPTH + 1):
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise FieldError(f"{field}: nested more than {MAX_SCHEMA_DEPTH} levels deep.")
     schema = _without_neutral(schema)
     if is_strict:

@@ -28,6 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineError
 from engine.inputs import StepArrays
@@ -170,7 +172,8 @@ class Group:
         slot, number = self._take_slot(), self.num_steps - 1
         self._segment.write_words(slot, words)
         message = {"do": "launch", "slot": slot, "num_words": len(words), "number": number}
-        return self.together(message | {"layout": asdict(layout)})
+        # `asdict` takes 27 us, a hundredth of a step of one sequence on two H200s.
+        return self.together(message | {"layout": msgspec.to_builtins(layout)})
 
     @contextmanager
     def together(self, message: Mapping[str, object]) -> Iterator[None]:

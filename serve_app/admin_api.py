@@ -193,6 +193,13 @@ class KeyLine(msgspec.Struct, frozen=True):
     previous_secret_until: str | None = None
 
 
+class KeyInfo(msgspec.Struct, frozen=True):
+    """The answer of GET /key/info."""
+
+    key: str
+    info: KeyLine
+
+
 class NewKey(KeyLine, frozen=True, kw_only=True):
     """The answer of POST /key/generate and /key/regenerate."""
 

@@ -162,6 +162,13 @@ class BaseLine:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseLines:
+    """The answer of GET /admin/bases."""
+
+    bases: tuple[BaseLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CanaryState:
     """The manager's decisions about canaries that the registry does not show."""
 

@@ -20,7 +20,7 @@ from serve_app.api.state import IngressState
 from serve_app.cli.commands import common
 from serve_app.cli.commands import keys as keys_command
 from serve_app.cli.commands import usage as usage_command
-from serve_app.cli.commands.failure import Failure
+from serve_app.cli.commands.common import Failure
 from serve_app.cli.main import build
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller, KeyPolicy

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from engine.errors import InvalidRequestError
-from serve_app.admin_api import KeyLine, KeyLines, NewKey
+from serve_app.admin_api import KeyInfo, KeyLine, KeyLines, NewKey
 from serve_app.api.admin_auth import caller_of, require_admin
 from serve_app.api.state import state_of
 from serve_app.errors import ApiError, shown
@@ -138,7 +138,7 @@ async def info(request: Request, key: str | None = None) -> Response:
         raise ApiError(404, "The caller has no key of its own.", code="key_not_found")
     line = await ask_manager(state_of(request).gateway.manager.key_line, wanted)
     assert isinstance(line, KeyLine)
-    return json_response({"key": line.token_id, "info": line})
+    return json_response(KeyInfo(line.token_id, line))
 
 
 @router.get("/key/list")

@@ -35,6 +35,20 @@ class CanaryStatus:
     duration_s: float | None = None  # of the running trial
 
 
+@dataclass(frozen=True, slots=True)
+class CanaryLines:
+    """The answer of GET /admin/canaries."""
+
+    canaries: tuple[CanaryStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """The answer to a change of a canary."""
+
+    canary: CanaryStatus
+
+
 def status_of(
     split: Split, trial: Trial | None, rolled_back: str | None, rule: CanaryArgs, now_s: float
 ) -> CanaryStatus:

@@ -16,7 +16,7 @@ from itertools import pairwise
 import httpx
 import msgspec
 
-from serve_app.cli.commands.common import refusal
+from serve_app.cli.commands.client import refusal
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import api_headers
 

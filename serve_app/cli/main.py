@@ -1,7 +1,6 @@
-"""`loraplex`: the command line. The signatures of the commands are in `signatures/`, their bodies
-in `commands/`; here they meet, and a failure becomes a sentence on stderr and exit code 1.
+"""`loraplex`: the command line. A failure becomes a sentence on stderr and exit code 1.
 
-Only the body of the called command is imported: torch, MLflow and Ray take seconds to import.
+A command imports its libraries when it is called: torch, MLflow and Ray take seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from rich.text import Text
 from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app import home
-from serve_app.cli.commands.failure import Failure
-from serve_app.cli.signatures import adapters, bases, canary, clients, keys, local, register
-from serve_app.cli.signatures.body import Group
+from serve_app.cli.commands import adapters, bases, canary, keys
+from serve_app.cli.commands.common import Failure
+from serve_app.cli.commands.route import route
+from serve_app.cli.commands.usage import usage
+from serve_app.cli.signatures import clients, local, register
+from serve_app.cli.signatures.options import Group
 
 _GROUPS = {
     "register": register,
@@ -37,12 +39,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": local.demo,
     "check": local.check,
     "models": local.models,
-    "route": clients.route,
+    "route": route,
     "chat": clients.chat,
     "bench": clients.bench,
     "doctor": local.doctor,
     "warm": local.warm,
-    "usage": clients.usage,
+    "usage": usage,
 }
 
 

@@ -1,4 +1,5 @@
-"""The bodies of `loraplex`'s commands, one file each; their signatures are in `../signatures/`.
+"""`loraplex`'s commands, one file each; those with many libraries have their signatures in
+`../signatures/`.
 
 Ignorant of Ray, except that `serve` starts its CLI.
 """

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.table import Table
 
-from serve_app.admin_api import AdapterLine, AdapterLines, AdapterResidency, EngineResults
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import console, print_json, print_table
+from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+
+if TYPE_CHECKING:
+    from serve_app.admin_api import AdapterLine, AdapterResidency
+
+app = typer.Typer(
+    help="Where adapters are in memory, and what shall stay.", no_args_is_help=True, cls=Group
+)
+
+Name = Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@VERSION")]
+PinName = Annotated[str, typer.Argument(help="NAME; the pin follows what it means")]
+_OUTCOMES = {
+    "memory": "was in memory",
+    "disk": "loaded from disk",
+    "registry": "fetched from the registry",
+}
 
 
-def list_adapters(url: str, everything: bool, json: bool) -> None:
+@app.command("list")
+def list_adapters(
+    url: Url = DEFAULT_URL,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what is only on disk or in the registry")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the adapters in the engines' memory, and the pinned adapters."""
+    from serve_app.admin_api import AdapterLines
+
     lines = call_admin(url, "GET", "/adapters", AdapterLines).adapters
     if json:
         print_json({"adapters": lines})
@@ -28,32 +56,39 @@ def list_adapters(url: str, everything: bool, json: bool) -> None:
         console.print(f"{num_hidden} more are on disk or in the registry only: --all")
 
 
-def pin(name: str, url: str) -> None:
+@app.command()
+def pin(name: PinName, url: Url = DEFAULT_URL) -> None:
+    """Keep the adapter NAME in the engines' memory, also after its next version."""
     call_admin(url, "POST", f"/adapters/{name}/pin", dict)
     console.print(f"{name} is pinned; the engines load it now", highlight=False)
 
 
-def unpin(name: str, url: str) -> None:
+@app.command()
+def unpin(name: PinName, url: Url = DEFAULT_URL) -> None:
+    """Let it leave memory when others need the room."""
     call_admin(url, "POST", f"/adapters/{name}/unpin", dict)
     console.print(f"{name} is not pinned any more", highlight=False)
 
 
-def preload(name: str, url: str) -> None:
+@app.command()
+def preload(name: Name, url: Url = DEFAULT_URL) -> None:
+    """Fetch and load it now, on all engines of its base."""
     _order(url, name, "preload")
 
 
-def evict(name: str, url: str) -> None:
+@app.command()
+def evict(name: Name, url: Url = DEFAULT_URL) -> None:
+    """Out of the engines' memory; its next request brings it back."""
     _order(url, name, "evict")
 
 
 def _order(url: str, name: str, what: str) -> None:
+    from serve_app.admin_api import EngineResults
+
     done = call_admin(url, "POST", f"/adapters/{name}/{what}", EngineResults)
     for one in done.engines:
         where = f"{done.name}@{done.version} on engine {one.engine}"
-        found = {"memory": "was in memory", "disk": "loaded from disk"}.get(one.outcome)
-        if found is None:
-            found = "fetched from the registry" if one.outcome == "registry" else one.outcome
-        console.print(f"{where}: {found}", highlight=False)
+        console.print(f"{where}: {_OUTCOMES.get(one.outcome, one.outcome)}", highlight=False)
 
 
 def _cells(line: AdapterLine, place: AdapterResidency) -> tuple[str, ...]:

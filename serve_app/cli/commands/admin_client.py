@@ -1,47 +1,45 @@
-"""A client of the admin API: adds the token, and turns refusals into sentences.
-
-In a file of its own: its configuration imports pydantic, 0.4 s that `chat` and `bench` do not need.
-"""
+"""A client of the admin API. Its libraries are imported by a call, so that --help need not."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
-import httpx
-import msgspec
-
-from serve_app.cli.admin_token import kept_token
-from serve_app.cli.commands.common import Failure, refusal, server_errors
-from serve_app.config import ADMIN_TOKEN, default_home
+from serve_app.cli.commands.common import Failure
 
 _TIMEOUT_S = 120.0  # a preload may fetch an adapter first
-
 
 T = TypeVar("T")
 
 
 def call_admin(
-    url: str, method: str, path: str, kind: type[T], body: dict[str, object] | None = None
+    url: str, method: str, path: str, kind: type[T], body: Mapping[str, object] | None = None
 ) -> T:
     """Calls `path` below /admin, such as "/adapters"; see `call_server`."""
     return call_server(url, method, f"/admin{path}", kind, body)
 
 
 def call_server(
-    url: str, method: str, path: str, kind: type[T], body: dict[str, object] | None = None
+    url: str, method: str, path: str, kind: type[T], body: Mapping[str, object] | None = None
 ) -> T:
     """Calls a path of a running server with the admin token and decodes the answer as a `kind`.
-    Raises Failure, with the server's words if it refuses."""
+    `body`: as JSON, without the fields that are None. Raises Failure, with the server's words if it
+    refuses."""
+    import httpx
+    import msgspec
+
+    from serve_app.cli.admin_token import kept_token
+    from serve_app.cli.commands.client import refusal, server_errors
+    from serve_app.config import ADMIN_TOKEN, default_home
+
     token = kept_token(default_home())
     if token is None:
         raise Failure(f"No admin token: set {ADMIN_TOKEN} to the one that the server runs with")
-    with server_errors(url), httpx.Client(timeout=_TIMEOUT_S) as client:
-        answer = client.request(
-            method,
-            f"{url.rstrip('/')}{path}",
-            headers={"authorization": f"Bearer {token}"},
-            json=body,
-        )
+    if body is not None:
+        body = {name: value for name, value in body.items() if value is not None}
+    headers = {"authorization": f"Bearer {token}"}
+    with server_errors(url), httpx.Client(timeout=_TIMEOUT_S, headers=headers) as client:
+        answer = client.request(method, f"{url.rstrip('/')}{path}", json=body)
     if answer.status_code >= 400:
         raise Failure(refusal(answer.status_code, answer.content))
     try:

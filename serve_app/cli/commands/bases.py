@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.platform_view import BaseLine
+from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
 
+if TYPE_CHECKING:
+    from serve_app.platform_view import BaseLine
+
+app = typer.Typer(help="Base models of a running server.", no_args_is_help=True, cls=Group)
+
+Name = Annotated[str, typer.Argument(help="A registered base model")]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait, with --wait")]
+_TIMEOUT_S = 1800.0
 _POLL_S = 0.3
 
 
-class _Lines(msgspec.Struct):
-    bases: list[BaseLine]
-
-
-def list_bases(url: str, json: bool) -> None:
+@app.command("list")
+def list_bases(url: Url = DEFAULT_URL, json: Json = False) -> None:
+    """List the bases with their state and replicas."""
     lines = _lines(url)
     if json:
         print_json({"bases": lines})
@@ -45,38 +53,59 @@ def list_bases(url: str, json: bool) -> None:
             console.print(words, style="yellow", highlight=False, soft_wrap=True)
 
 
+@app.command()
 def add(
-    name: str,
-    replicas: int | None,
-    idle_timeout_s: float | None,
-    cold_start: str | None,
-    engine: list[str] | None,
-    wait: bool,
-    timeout_s: float,
-    url: str,
+    name: Name,
+    replicas: Annotated[int | None, typer.Option(help="Engines")] = None,
+    idle_timeout_s: Annotated[
+        float | None, typer.Option("--idle-timeout", help="Seconds without a request, then sleep")
+    ] = None,
+    cold_start: Annotated[
+        str | None, typer.Option(help="A request for it while it sleeps: wait, or refuse")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", metavar="KEY=VALUE", help="As below models[].engine in the file"),
+    ] = None,
+    wait: Wait = False,
+    timeout_s: Timeout = _TIMEOUT_S,
+    url: Url = DEFAULT_URL,
 ) -> None:
-    settings: dict[str, object] = {
+    """Serve a registered base, or with other settings; the others keep serving."""
+    body: dict[str, object] = {
+        "name": name,
         "replicas": replicas,
         "idle_timeout_s": idle_timeout_s,
         "cold_start": cold_start,
         "engine": _engine(engine) if engine else None,
     }
-    given = {key: value for key, value in settings.items() if value is not None}
-    call_admin(url, "POST", "/bases", dict, {"name": name, **given})
+    call_admin(url, "POST", "/bases", dict, body)
     _report(url, name, "running", wait, timeout_s, f"{name} is being started")
 
 
-def remove(name: str, wait: bool, timeout_s: float, url: str) -> None:
+@app.command()
+def remove(
+    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
+) -> None:
+    """Serve it no more; requests in flight finish."""
     call_admin(url, "DELETE", f"/bases/{name}", dict)
     _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
 
 
-def sleep(name: str, wait: bool, timeout_s: float, url: str) -> None:
+@app.command()
+def sleep(
+    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
+) -> None:
+    """Stop its engines until a request comes."""
     call_admin(url, "POST", f"/bases/{name}/sleep", dict)
     _report(url, name, "asleep", wait, timeout_s, f"{name} goes to sleep")
 
 
-def wake(name: str, wait: bool, timeout_s: float, url: str) -> None:
+@app.command()
+def wake(
+    name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
+) -> None:
+    """Start its engines."""
     call_admin(url, "POST", f"/bases/{name}/wake", dict)
     _report(url, name, "running", wait, timeout_s, f"{name} wakes")
 
@@ -106,8 +135,10 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
     return bool(current) and all(line.state == wanted for line in current)
 
 
-def _lines(url: str) -> list[BaseLine]:
-    return call_admin(url, "GET", "/bases", _Lines).bases
+def _lines(url: str) -> tuple[BaseLine, ...]:
+    from serve_app.platform_view import BaseLines
+
+    return call_admin(url, "GET", "/bases", BaseLines).bases
 
 
 def _replicas(line: BaseLine) -> str:
@@ -122,6 +153,8 @@ def _replicas(line: BaseLine) -> str:
 
 def _engine(pairs: list[str]) -> dict[str, object]:
     """Returns the settings; a value that is no JSON is a string. The server checks them."""
+    import msgspec
+
     settings: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

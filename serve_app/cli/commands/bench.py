@@ -11,7 +11,8 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve_app.cli.commands.common import Failure, console, list_served, print_table
+from serve_app.cli.commands.client import list_served
+from serve_app.cli.commands.common import Failure, console, print_table
 from serve_app.cli.load import LoadSpec, RequestResult, Summary, run_load, summarize
 from serve_app.home import api_headers
 

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.canary.status import ArmStatus, CanaryStatus
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+
+if TYPE_CHECKING:
+    from serve_app.canary.status import ArmStatus, CanaryStatus
+
+app = typer.Typer(
+    help="Try a version of an adapter on a share of the requests.", no_args_is_help=True, cls=Group
+)
+
+Name = Annotated[str, typer.Argument(help="Adapter")]
 
 
-class _Statuses(msgspec.Struct):
-    canaries: list[CanaryStatus]
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="Adapter; default: all")] = None,
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """Show weights, both arms' numbers and the verdict."""
+    from serve_app.canary.status import CanaryLines
 
-
-class _Status(msgspec.Struct):
-    canary: CanaryStatus
-
-
-def status(name: str | None, url: str, json: bool) -> None:
-    found = call_admin(url, "GET", "/canaries", _Statuses).canaries
+    found = call_admin(url, "GET", "/canaries", CanaryLines).canaries
     shown = [one for one in found if name in (None, one.name)]
     if json:
         print_json({"canaries": shown})
@@ -31,32 +43,48 @@ def status(name: str | None, url: str, json: bool) -> None:
         _print(one)
 
 
+@app.command()
 def start(
-    name: str,
-    version: int | None,
-    alias: str | None,
-    weight: float | None,
-    shadow: float | None,
-    url: str,
+    name: Name,
+    version: Annotated[int | None, typer.Option("--version", help="Number of the version")] = None,
+    alias: Annotated[str | None, typer.Option("--alias", help="Or an alias that it has")] = None,
+    weight: Annotated[
+        float | None, typer.Option("--weight", help="Share of the requests that it answers, 0 to 1")
+    ] = None,
+    shadow: Annotated[
+        float | None, typer.Option("--shadow", help="Share of the requests that it gets copies of")
+    ] = None,
+    url: Url = DEFAULT_URL,
 ) -> None:
+    """Send a share of the requests for NAME to another version, or copies of them."""
     if weight is None and shadow is None:
         raise Failure("Give --weight, --shadow or both")
     given = {"version": version, "alias": alias, "weight": weight, "shadow": shadow}
-    body: dict[str, object] = {key: value for key, value in given.items() if value is not None}
-    _change(url, name, body)
+    _change(url, name, given)
 
 
-def promote(name: str, version: int | None, url: str) -> None:
-    body: dict[str, object] | None = None if version is None else {"version": version}
-    _change(url, f"{name}/promote", body)
+@app.command()
+def promote(
+    name: Name,
+    version: Annotated[
+        int | None, typer.Option("--version", help="Refuse unless this version is the canary")
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Make the canary the stable version of NAME."""
+    _change(url, f"{name}/promote", None if version is None else {"version": version})
 
 
-def abort(name: str, url: str) -> None:
+@app.command()
+def abort(name: Name, url: Url = DEFAULT_URL) -> None:
+    """End the canary and the shadow of NAME."""
     _change(url, f"{name}/abort")
 
 
-def _change(url: str, path: str, body: dict[str, object] | None = None) -> None:
-    _print(call_admin(url, "POST", f"/canaries/{path}", _Status, body).canary)
+def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> None:
+    from serve_app.canary.status import CanaryAnswer
+
+    _print(call_admin(url, "POST", f"/canaries/{path}", CanaryAnswer, body).canary)
 
 
 def _print(canary: CanaryStatus) -> None:

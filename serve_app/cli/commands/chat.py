@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from serve_app.cli.commands.common import Failure, console, list_served, refusal, server_errors
+from serve_app.cli.commands.client import list_served, refusal, server_errors
+from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import api_headers
 

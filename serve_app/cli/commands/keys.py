@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
-import msgspec
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.admin_api import KeyLine, KeyLines, NewKey
 from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import console, print_facts, print_json, print_table
+from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+
+if TYPE_CHECKING:
+    from serve_app.admin_api import KeyLine
+
+app = typer.Typer(
+    help="Keys of the clients of a running server (tenancy.enabled).",
+    no_args_is_help=True,
+    cls=Group,
+)
 
 _PAGE = 1000
 _WHOLE_KEY = re.compile(r"lpx_([a-z0-9]{10})_[\w-]{43}")
 
-
-class _Info(msgspec.Struct):
-    info: KeyLine
+Key = Annotated[str, typer.Argument(help="Id, alias or the key itself")]
 
 
+@app.command()
 def create(
-    alias: str | None,
-    tenant: str,
-    models: list[str] | None,
-    scopes: list[str] | None,
-    duration: str | None,
-    rpm: int | None,
-    tpm: int | None,
-    max_parallel_requests: int | None,
-    tokens_per_day: int | None,
-    tokens_per_month: int | None,
-    max_tokens: int | None,
-    lowest_priority: int | None,
-    url: str,
-    json: bool,
+    alias: Annotated[str | None, typer.Option("--alias", help="A name for people")] = None,
+    tenant: Annotated[str, typer.Option("--tenant", help="Whom its requests are charged to")] = "",
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Glob of models: base, base:adapter, adapter@3; default: all"),
+    ] = None,
+    scopes: Annotated[
+        list[str] | None,
+        typer.Option("--scope", help="infer (default), load, admin:read or admin; repeatable"),
+    ] = None,
+    duration: Annotated[
+        str | None, typer.Option("--duration", help="Until it expires: 12h, 30d; default: never")
+    ] = None,
+    rpm: Annotated[int | None, typer.Option("--rpm", help="Requests per minute")] = None,
+    tpm: Annotated[int | None, typer.Option("--tpm", help="Tokens per minute")] = None,
+    max_parallel_requests: Annotated[
+        int | None, typer.Option("--max-parallel-requests", help="Requests at once")
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None, typer.Option("--tokens-per-day", help="Tokens per day, UTC")
+    ] = None,
+    tokens_per_month: Annotated[
+        int | None, typer.Option("--tokens-per-month", help="Tokens per month, UTC")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of one answer")
+    ] = None,
+    lowest_priority: Annotated[
+        int | None, typer.Option("--lowest-priority", help="The smallest `priority` allowed")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    json: Json = False,
 ) -> None:
+    """Make a key and print it, this once."""
     body: dict[str, object] = {
         "key_alias": alias,
         "team_id": tenant or None,
@@ -51,11 +80,18 @@ def create(
         "max_tokens": max_tokens,
         "lowest_priority": lowest_priority,
     }
-    given = {name: value for name, value in body.items() if value is not None}
-    _print_new(call_server(url, "POST", "/key/generate", NewKey, given), json)
+    _print_new(url, "/key/generate", body, json)
 
 
-def list_keys(tenant: str | None, url: str, json: bool) -> None:
+@app.command(name="list")
+def list_keys(
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Of this tenant only")] = None,
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """List the keys that are not revoked."""
+    from serve_app.admin_api import KeyLines
+
     lines: list[KeyLine] = []
     page, pages = 1, 1
     team = "" if tenant is None else f"&team_id={quote(tenant, safe='')}"
@@ -82,10 +118,14 @@ def list_keys(tenant: str | None, url: str, json: bool) -> None:
     print_table(table)
 
 
-def info(key: str, url: str, json: bool) -> None:
+@app.command()
+def info(key: Key, url: Url = DEFAULT_URL, json: Json = False) -> None:
+    """Show a key with its rules."""
+    from serve_app.admin_api import KeyInfo
+
     whole = _WHOLE_KEY.fullmatch(key)
     key = whole[1] if whole else key  # gateways log addresses: the secret is in none
-    line = call_server(url, "GET", f"/key/info?key={quote(key, safe='')}", _Info).info
+    line = call_server(url, "GET", f"/key/info?key={quote(key, safe='')}", KeyInfo).info
     if json:
         print_json(line)
         return
@@ -103,17 +143,30 @@ def info(key: str, url: str, json: bool) -> None:
     print_facts([*facts, *((words, str(value)) for words, value in _limits(line))])
 
 
-def rotate(key: str, grace: str, url: str, json: bool) -> None:
-    body: dict[str, object] = {"key": key, "grace_period": grace}
-    _print_new(call_server(url, "POST", "/key/regenerate", NewKey, body), json)
+@app.command()
+def rotate(
+    key: Key,
+    grace: Annotated[
+        str, typer.Option("--grace", help="For how long the former secret counts: 15m, 24h")
+    ] = "0s",
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """Give a key a new secret and print it, this once."""
+    _print_new(url, "/key/regenerate", {"key": key, "grace_period": grace}, json)
 
 
-def revoke(key: str, url: str) -> None:
+@app.command()
+def revoke(key: Key, url: Url = DEFAULT_URL) -> None:
+    """End a key, on every ingress within a second or two."""
     done = call_server(url, "POST", "/key/delete", dict, {"keys": [key]})
     console.print(f"revoked: {', '.join(done['deleted_keys'])}", highlight=False)
 
 
-def _print_new(line: NewKey, json: bool) -> None:
+def _print_new(url: str, path: str, body: Mapping[str, object], json: bool) -> None:
+    from serve_app.admin_api import NewKey
+
+    line = call_server(url, "POST", path, NewKey, body)
     if json:
         print_json(line)
         return

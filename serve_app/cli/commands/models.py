@@ -9,7 +9,8 @@ from rich.tree import Tree
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from serve_app.cli.commands.common import console, print_json, print_table, served_models
+from serve_app.cli.commands.client import served_models
+from serve_app.cli.commands.common import console, print_json, print_table
 from serve_app.cli.commands.store import open_registry
 from serve_app.home import api_headers
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.table import Table
 
-from serve_app.admin_api import RouteAnswer
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.signatures.options import DEFAULT_URL, Json, Url
 
 
-def route(model: str, prompt: str, url: str, json: bool) -> None:
-    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+def route(
+    model: Annotated[str, typer.Argument(help="As in a request: BASE, BASE:ADAPTER, NAME@ALIAS")],
+    prompt: Annotated[str, typer.Argument(help="What would be asked")],
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """Show the replica that a request would go to, and when its first token is expected."""
+    from serve_app.admin_api import RouteAnswer
+
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     found = call_admin(url, "POST", "/route", RouteAnswer, body)
     if json:
         print_json(found)

@@ -30,15 +30,8 @@ from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import config, logs
 from serve_app.cli import launch
 from serve_app.cli.admin_token import ensure_token
-from serve_app.cli.commands.common import (
-    LOADING,
-    REFUSED,
-    WAITING,
-    Failure,
-    console,
-    list_served,
-    ready_status,
-)
+from serve_app.cli.commands.client import LOADING, REFUSED, WAITING, list_served, ready_status
+from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo.examples import EXAMPLES
 from serve_app.cli.drain import drain

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlencode
 
-import msgspec
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.admin_api import UsageLine, UsageLines, usage_csv
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.signatures.options import DEFAULT_URL, Json, Url
+
+if TYPE_CHECKING:
+    from serve_app.admin_api import UsageLine, UsageLines
 
 
-def usage(by: str, from_: str | None, to: str | None, csv: bool, url: str, json: bool) -> None:
+def usage(
+    by: Annotated[
+        str, typer.Option("--by", help="Of key, tenant, base, model, arm, hour and day; a,b")
+    ] = "key,model",
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Date or time, UTC; default: this month")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Date or time, UTC, exclusive; default: now")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,
+    url: Url = DEFAULT_URL,
+    json: Json = False,
+) -> None:
+    """Show requests, tokens, engine time and cost by key and model (tenancy.enabled)."""
+    from serve_app.admin_api import UsageLines, usage_csv
+
     if csv and json:
         raise Failure("Give --csv or --json, not both")
     given = {"by": by, "from": from_, "to": to}
@@ -32,12 +51,14 @@ def usage(by: str, from_: str | None, to: str | None, csv: bool, url: str, json:
 
 
 def _print(names: list[str], found: UsageLines) -> None:
+    from msgspec.structs import asdict
+
     sums = ("requests", "prompt", "cached", "output", "engine s", "cost")
     table = Table(*names, *sums, box=None)
     for column in table.columns[len(names) :]:
         column.justify = "right"
     for line in found.usage:
-        values = msgspec.structs.asdict(line)
+        values = asdict(line)
         named = (Text(str(values[name])) for name in names)  # a tenant's name is no markup
         table.add_row(*named, *_cells(line))
     print_table(table)

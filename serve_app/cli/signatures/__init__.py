@@ -1,4 +1,4 @@
-"""The signatures of `loraplex`'s commands: names, options, help.
+"""The signatures of the commands whose bodies import many libraries: names, options, help.
 
 No module here imports more than typer, so that --help answers at once; the bodies are in
 `../commands/`.

@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
-from typer.core import TyperGroup
-
-from serve_app.cli.commands.failure import Failure
+from serve_app.cli.commands.common import Failure
 
 _ROOMS = frozenset({"serve_app", "engine", "lora", "kernels", "registry"})
 
 P = ParamSpec("P")
-
-
-class Group(TyperGroup):
-    """A group whose own --help is False, not None, while a command below it is parsed: typer would
-    import pydantic to convert the None."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
 
 
 def body_in(module: str) -> Callable[[Callable[P, None]], Callable[P, None]]:

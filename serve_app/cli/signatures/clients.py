@@ -1,4 +1,4 @@
-"""Commands that are a client of a running server: chat, bench, route, usage."""
+"""The signatures of `chat` and `bench`, which are clients of a running server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from serve_app.cli.signatures.body import body_in
-from serve_app.cli.signatures.options import DEFAULT_URL, Json, Url
+from serve_app.cli.signatures.options import DEFAULT_URL, Url
 
 
 @body_in("chat")
@@ -47,31 +47,3 @@ def bench(
     json: Annotated[Path | None, typer.Option("--json", help="Append JSON lines here")] = None,
 ) -> None:
     """Measure a running server. A stream that is cut counts as a failure; then exit code 1."""
-
-
-@body_in("route")
-def route(
-    model: Annotated[str, typer.Argument(help="As in a request: BASE, BASE:ADAPTER, NAME@ALIAS")],
-    prompt: Annotated[str, typer.Argument(help="What would be asked")],
-    url: Url = DEFAULT_URL,
-    json: Json = False,
-) -> None:
-    """Show the replica that a request would go to, and when its first token is expected."""
-
-
-@body_in("usage")
-def usage(
-    by: Annotated[
-        str, typer.Option("--by", help="Of key, tenant, base, model, arm, hour and day; a,b")
-    ] = "key,model",
-    from_: Annotated[
-        str | None, typer.Option("--from", help="Date or time, UTC; default: this month")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", help="Date or time, UTC, exclusive; default: now")
-    ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,
-    url: Url = DEFAULT_URL,
-    json: Json = False,
-) -> None:
-    """Show requests, tokens, engine time and cost by key and model (tenancy.enabled)."""

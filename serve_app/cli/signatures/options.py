@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from serve_app.cli.commands.failure import DEFAULT_URL as DEFAULT_URL
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option("--url", help="Address of the running server")]
 Uri = Annotated[
@@ -30,3 +31,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable field
 class LogFormat(StrEnum):
     text = "text"
     json = "json"
+
+
+class Group(TyperGroup):
+    """A group whose own --help is False, not None, while a command below it is parsed: typer would
+    import pydantic to convert the None."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from registry.catalog import DEFAULT_ALIAS
-from serve_app.cli.signatures.body import Group, body_in
-from serve_app.cli.signatures.options import Parity, ParityBound, Uri
+from serve_app.cli.signatures.body import body_in
+from serve_app.cli.signatures.options import Group, Parity, ParityBound, Uri
 
 app = typer.Typer(help="Check a model folder and register it.", no_args_is_help=True, cls=Group)
 

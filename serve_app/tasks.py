@@ -96,16 +96,12 @@ async def _keep(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> Non
             if this is None or this.cancelling():
                 raise
             # A cancelled awaitable counts as a failure, such as a Ray call whose far end is gone.
-            _note_failure(name)
+            _num_failures[name] += 1
+            logger.exception("the task %s failed, it begins again", name)
         if time.monotonic() - began_s > _SETTLED_S:
             pause_s = _FIRST_PAUSE_S
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
-
-def _note_failure(name: str) -> None:
-    _num_failures[name] += 1
-    logger.exception("the task %s failed, it begins again", name)
 
 
 def _look_at_end(task: Task[Any]) -> None:

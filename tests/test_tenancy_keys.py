@@ -279,7 +279,7 @@ async def test_a_database_that_is_away_leaves_the_known_keys(tmp_path: Path) -> 
     for rest in tmp_path.glob("loraplex.db-*"):
         rest.unlink()
     (tmp_path / "loraplex.db").mkdir()
-    service._store.close()
+    service.store.close()
     with pytest.raises(ServiceUnavailableError, match="database of the keys"):
         await make_key(service)
     assert (await table_of(service)).find(text, NOW_S)

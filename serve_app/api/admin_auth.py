@@ -10,7 +10,7 @@ import hmac
 
 from fastapi import Request
 
-from serve_app.config import ADMIN_TOKEN, admin_token
+from serve_app.config import ADMIN_TOKEN, secret
 from serve_app.errors import ApiError
 from serve_app.tenancy.caller import Caller
 
@@ -19,7 +19,7 @@ def require_admin(request: Request) -> None:
     """A dependency of routes: raises ApiError with 403 if no token is set, 401 for a wrong one."""
     if caller_of(request) is not None:
         return
-    if not admin_token():
+    if not secret(ADMIN_TOKEN):
         raise ApiError(
             403, f"Administration is off: set {ADMIN_TOKEN} for the server.", code="admin_off"
         )
@@ -37,7 +37,7 @@ def is_admin(request: Request) -> bool:
     caller = caller_of(request)
     if caller is not None:
         return "admin:read" in caller.policy.scopes
-    expected = admin_token()
+    expected = secret(ADMIN_TOKEN)
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return (
         expected is not None

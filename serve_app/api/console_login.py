@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from engine.errors import InvalidRequestError
 from serve_app.api.admin_auth import is_admin
 from serve_app.api.state import state_of
-from serve_app.config import admin_token
+from serve_app.config import ADMIN_TOKEN, secret
 from serve_app.console.cookie import MAX_KEY_BYTES, is_own, set_cookie
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
@@ -95,7 +95,7 @@ async def _caller(request: Request) -> Caller:
 def _session_of(request: Request, caller: Caller | None) -> Response:
     has_keys = state_of(request).authenticator is not None
     if caller is None:  # without keys every client may use the models
-        needs_login = bool(admin_token())
+        needs_login = bool(secret(ADMIN_TOKEN))
         return _no_store(Session(["infer"], "", "", needs_login, has_keys))
     policy = caller.policy
     return _no_store(Session(sorted(policy.scopes), policy.tenant, caller.key_id, False, has_keys))

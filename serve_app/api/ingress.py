@@ -37,7 +37,7 @@ from serve_app.api import (
 )
 from serve_app.api.state import IngressState
 from serve_app.autoscaling.options import ingress_scaling
-from serve_app.config import FairnessArgs, IngressArgs, TenancyArgs, admin_token, log_format
+from serve_app.config import ADMIN_TOKEN, FairnessArgs, IngressArgs, TenancyArgs, log_format, secret
 from serve_app.console import pages
 from serve_app.console.cookie import ConsoleCookie
 from serve_app.dispatch.gateway import Gateway
@@ -234,10 +234,10 @@ def make_authenticator(tenancy: TenancyArgs) -> Authenticator | None:
     if not tenancy.enabled:
         return None
     if tenancy.oidc is None:
-        return Authenticator(KeyTable(), admin_token())
+        return Authenticator(KeyTable(), secret(ADMIN_TOKEN))
     from serve_app.tenancy.oidc import TokenVerifier  # needs libraries that the others do not
 
-    return Authenticator(KeyTable(), admin_token(), TokenVerifier(tenancy.oidc))
+    return Authenticator(KeyTable(), secret(ADMIN_TOKEN), TokenVerifier(tenancy.oidc))
 
 
 @serve.ingress()

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from registry.webhooks import DELIVERY_ID, SIGNATURE, BadDeliveryError, check_delivery
 from serve_app.api.state import state_of
-from serve_app.config import WEBHOOK_SECRET, webhook_secret
+from serve_app.config import WEBHOOK_SECRET, secret
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.http.asgi import read_body
 from serve_app.ray_calls import RAY_ERRORS
@@ -28,15 +28,15 @@ _MANAGER_TIMEOUT_S = 5.0
 
 @router.post(PATH, include_in_schema=False)
 async def webhook(request: Request) -> Response:
-    secret = webhook_secret()
-    if secret is None:
+    key = secret(WEBHOOK_SECRET)
+    if key is None:
         raise ApiError(
             403, f"Webhooks are off: set {WEBHOOK_SECRET} for the server.", code="webhooks_off"
         )
     body = await read_body(request, _MAX_BODY_BYTES)
     state, now_s = state_of(request), time.time()
     try:
-        check_delivery(secret, request.headers, body, now_s)
+        check_delivery(key, request.headers, body, now_s)
     except BadDeliveryError as error:
         raise ApiError(
             401, f"The delivery was refused: {error}.", code="invalid_signature"

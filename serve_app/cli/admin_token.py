@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from serve_app.config import admin_token
+from serve_app.config import ADMIN_TOKEN, secret
 from serve_app.home import create_secret
 
 _FILE = "admin_token"
@@ -13,7 +13,7 @@ _FILE = "admin_token"
 
 def kept_token(home: Path) -> str | None:
     """Returns the token of the environment, otherwise that of `home`, or None."""
-    if token := admin_token():
+    if token := secret(ADMIN_TOKEN):
         return token
     try:
         return (home / _FILE).read_text().strip() or None

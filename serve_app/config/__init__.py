@@ -14,7 +14,6 @@ from serve_app.config.environment import KEY_PEPPER as KEY_PEPPER
 from serve_app.config.environment import LOG_FORMAT as LOG_FORMAT
 from serve_app.config.environment import TRACKING_URI as TRACKING_URI
 from serve_app.config.environment import WEBHOOK_SECRET as WEBHOOK_SECRET
-from serve_app.config.environment import admin_token as admin_token
 from serve_app.config.environment import artifact_root as artifact_root
 from serve_app.config.environment import artifact_schemes as artifact_schemes
 from serve_app.config.environment import cache_folder as cache_folder
@@ -22,10 +21,9 @@ from serve_app.config.environment import database_url as database_url
 from serve_app.config.environment import embedded_uri as embedded_uri
 from serve_app.config.environment import environment_with as environment_with
 from serve_app.config.environment import front_limits as front_limits
-from serve_app.config.environment import key_pepper as key_pepper
 from serve_app.config.environment import log_format as log_format
+from serve_app.config.environment import secret as secret
 from serve_app.config.environment import tracking_uri as tracking_uri
-from serve_app.config.environment import webhook_secret as webhook_secret
 from serve_app.config.models import FRONT_SETTINGS as FRONT_SETTINGS
 from serve_app.config.models import STEP_LIMITS as STEP_LIMITS
 from serve_app.config.models import AutoscalingArgs as AutoscalingArgs

@@ -71,17 +71,9 @@ def environment_with(uri: str, root: Path | None, schemes: Iterable[str]) -> dic
     return {**given, TRACKING_URI: uri, ARTIFACT_SCHEMES: ",".join(schemes)}
 
 
-def webhook_secret() -> str | None:
-    return os.environ.get(WEBHOOK_SECRET) or None
-
-
-def admin_token() -> str | None:
-    return os.environ.get(ADMIN_TOKEN) or None
-
-
-def key_pepper() -> str | None:
-    """Returns the pepper of the keys; None: the file in the home has it."""
-    return os.environ.get(KEY_PEPPER) or None
+def secret(name: str) -> str | None:
+    """Returns the value of a variable, None if it is unset or empty."""
+    return os.environ.get(name) or None
 
 
 def database_url(args: TenancyArgs) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
@@ -25,6 +24,7 @@ _TYPES = {
     "html": "text/html; charset=utf-8",
     "svg": "image/svg+xml",
 }
+_FOLDER = Path(__file__).with_name("static")
 _INDEX = "index.html"
 _PLACE = b"{assets}"  # in the page, where the address of the assets belongs
 # No inline script or style, no other origin, no frame: text of a model that were to become markup
@@ -55,7 +55,11 @@ class Assets:
 @cache
 def load_assets() -> Assets:
     """Reads all files once: 200 KB."""
-    found = dict(_walk(files("serve_app.console") / "static"))
+    found = {
+        path.relative_to(_FOLDER).as_posix(): path.read_bytes()
+        for path in _FOLDER.rglob("*")
+        if path.suffix[1:] in _TYPES
+    }
     whole = hashlib.sha256()
     for path, content in sorted(found.items()):
         whole.update(b"%s\0%d\0%s" % (path.encode(), len(content), content))
@@ -90,13 +94,3 @@ async def asset(path: str) -> Response:
         )
     headers = _HEADERS | {"cache-control": "public, max-age=31536000, immutable"}
     return Response(content, headers=headers, media_type=kind)
-
-
-def _walk(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
-    found = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found += _walk(entry, f"{prefix}{entry.name}/")
-        elif entry.name.rpartition(".")[2] in _TYPES:
-            found.append((prefix + entry.name, entry.read_bytes()))
-    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.admin_api import KeyLine
-from serve_app.config import TenancyArgs, database_url, key_pepper
+from serve_app.config import KEY_PEPPER, TenancyArgs, database_url, secret
 from serve_app.control.key_limits import KeyLimits
 from serve_app.errors import ApiError
 from serve_app.ray_calls import refusing
@@ -87,6 +87,6 @@ def open_keys(args: TenancyArgs, home: Path | None) -> KeyService | None:
         return None
     from serve_app.tenancy.service import KeyService  # imports the database's libraries
 
-    keys = KeyService(database_url(args), key_pepper(), home)
+    keys = KeyService(database_url(args), secret(KEY_PEPPER), home)
     keys.start()
     return keys

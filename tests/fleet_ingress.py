@@ -29,7 +29,7 @@ from serve_app.platform_view import ServedBase
 from serve_app.routing import state as routing
 from serve_app.routing.view import ReplicaView
 from serve_app.tally import OUTCOMES, ArmKey
-from serve_app.tenancy.accounts import Accounts
+from serve_app.tenancy.limits import Accounts
 from serve_app.text.base_text import BaseText
 from serve_app.text_workers.pool import INLINE_BODY_BYTES, TextPool
 from tests.fleet_actor import PROCESS, Process

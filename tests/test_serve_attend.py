@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 
 from serve_app.app import _http_host
-from serve_app.cli.drain import drain
+from serve_app.cli.commands.serve import drain
 from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import StreamError

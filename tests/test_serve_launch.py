@@ -24,7 +24,7 @@ from serve_app import app
 from serve_app.cli import launch
 from serve_app.cli import main as cli
 from serve_app.cli.commands import serve
-from serve_app.cli.drain import drain
+from serve_app.cli.commands.serve import drain
 from serve_app.cli.serve_child import start_ray
 from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file

@@ -14,9 +14,9 @@ from serve_app.api.accounting import RequestAccount
 from serve_app.dispatch.completion import Completion
 from serve_app.errors import ClientGoneError
 from serve_app.openai.engine_params import Prompt
-from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases
+from serve_app.tenancy.limits import Accounts
 from serve_app.tenancy.usage import UsageBatch, UsageKey
 from tests.answer_factory import completion
 from tests.fakes_replicas import Fleet, make_request, running_fleet

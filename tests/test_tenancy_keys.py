@@ -19,7 +19,6 @@ from ray.exceptions import RayActorError
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
 from serve_app.tenancy import table as table_module
 from serve_app.tenancy.caller import KeyPolicy
-from serve_app.tenancy.feed import follow
 from serve_app.tenancy.keys import (
     PEPPER_FILE,
     PepperError,
@@ -33,7 +32,7 @@ from serve_app.tenancy.keys import (
 from serve_app.tenancy.orders import Act, KeyOrder
 from serve_app.tenancy.service import KeyService
 from serve_app.tenancy.store import StoreUnavailableError
-from serve_app.tenancy.table import KeyDelta, KeyEntry, KeyTable, RefusedKeyError
+from serve_app.tenancy.table import KeyDelta, KeyEntry, KeyTable, RefusedKeyError, follow
 from tests.key_helpers import LocalManager, make_key, open_service, table_of
 from tests.waiting import until
 
@@ -160,7 +159,7 @@ async def test_changes_reach_a_table_that_waits_for_them(tmp_path: Path) -> None
 async def test_an_ingress_follows_its_manager_also_after_calls_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.tenancy.feed._RETRY_S", 0.0)
+    monkeypatch.setattr("serve_app.tenancy.table._RETRY_S", 0.0)
     manager, table, num_failures = LocalManager(open_service(tmp_path)), KeyTable(), 3
     manager_keys = manager.service
     assert manager_keys is not None

@@ -22,10 +22,10 @@ from serve_app.cli.commands import keys as keys_command
 from serve_app.cli.commands import usage as usage_command
 from serve_app.cli.commands.common import Failure
 from serve_app.cli.main import build
-from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.keys import new_id, new_key
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases
+from serve_app.tenancy.limits import Accounts
 from serve_app.tenancy.usage import UsageBatch
 from tests.ingress_app import make_state
 

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
 from serve_app.api.ingress import build_asgi
 from serve_app.config import PriceArgs, TenancyArgs
-from serve_app.control.key_limits import KeyLimits
+from serve_app.control.key_calls import KeyLimits
 from serve_app.ray_calls import refusing
 from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.ledger import (

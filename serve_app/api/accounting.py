@@ -13,9 +13,8 @@ from serve_app.api.state import IngressState
 from serve_app.dialects.messages import PATH as MESSAGES_PATH
 from serve_app.dispatch.base_handle import Route
 from serve_app.dispatch.completion import Completion, PreparedRequest
-from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.caller import Caller
-from serve_app.tenancy.limits import Charge
+from serve_app.tenancy.limits import Accounts, Charge
 from serve_app.tenancy.usage import Usage, UsageKey
 
 

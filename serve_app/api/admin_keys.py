@@ -5,6 +5,7 @@ log. This is only the HTTP side: the manager has the keys and carries out the or
 from __future__ import annotations
 
 import math
+import re
 import time
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +23,6 @@ from serve_app.openai.json_body import parse_body
 from serve_app.ray_calls import ask_manager
 from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.caller import Scope
-from serve_app.tenancy.durations import MAX_S, seconds_of
 from serve_app.tenancy.keys import id_of, is_id
 from serve_app.tenancy.orders import KeyOrder
 
@@ -33,6 +33,10 @@ T = TypeVar("T", bound=BaseModel)
 _MAX_BODY_BYTES = 256 * 1024
 _MAX_COUNT = 2**53
 _MAX_METADATA = 64
+# Durations as LiteLLM writes them: `30s`, `15m`, `12h`, `30d`, `2w`, `1mo` of 30 days.
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "mo": 30 * 86_400}
+_DURATION = re.compile(r"([0-9]{1,9})(s|mo|m|h|d|w)")
+_MAX_S = 100 * 365 * 86_400
 
 
 def _is_printable(value: str) -> str:
@@ -42,13 +46,22 @@ def _is_printable(value: str) -> str:
 
 
 def _seconds(value: object) -> object:
-    return seconds_of(value) if isinstance(value, str) else value
+    """Returns a duration in seconds. Raises ValueError with the form that a text must have."""
+    if not isinstance(value, str):
+        return value
+    found = _DURATION.fullmatch(value)
+    if found is None:
+        raise ValueError("must be a number with s, m, h, d, w or mo, such as 30d")
+    seconds = int(found[1]) * _UNITS_S[found[2]]
+    if seconds > _MAX_S:
+        raise ValueError("must be 100 years at most")
+    return float(seconds)
 
 
 Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_is_printable)]
 Glob = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_is_printable)]
 Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
-Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=MAX_S)]
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=_MAX_S)]
 
 
 class _Fields(BaseModel):

@@ -72,9 +72,8 @@ from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import spawn
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
-from serve_app.tenancy.feed import follow
 from serve_app.tenancy.orders import Act
-from serve_app.tenancy.table import KeyTable
+from serve_app.tenancy.table import KeyTable, follow
 from serve_app.text_workers.pool import TextPool
 
 logger = logging.getLogger(__name__)

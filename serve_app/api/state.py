@@ -22,8 +22,8 @@ from serve_app.metrics.ingress import IngressMetrics
 from serve_app.observe.observer import RequestObserver
 from serve_app.platform_view import PlatformView
 from serve_app.tasks import failures_text
-from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import Authenticator
+from serve_app.tenancy.limits import Accounts
 from serve_app.text_workers.pool import TextPool
 
 

@@ -39,8 +39,7 @@ from serve_app.control.broadcaster import Broadcaster
 from serve_app.control.engine_counters import EngineCounters, EngineTexts
 from serve_app.control.fleet import Fleet
 from serve_app.control.ingress_totals import IngressTotals
-from serve_app.control.key_calls import KeyCalls, open_keys
-from serve_app.control.key_limits import KeyLimits
+from serve_app.control.key_calls import KeyCalls, KeyLimits, open_keys
 from serve_app.control.series import Series
 from serve_app.control.stored_catalog import StoredCatalog
 from serve_app.control.watcher import Watcher, register_webhook

@@ -16,10 +16,11 @@ from contextlib import suppress
 
 from serve_app.errors import RateLimitError
 from serve_app.metrics.exposition import as_text, counter, gauge
-from serve_app.tasks import keep
+from serve_app.tasks import check_running, keep
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.leases import CLAIM_INTERVAL_S, Grants, LeaseRequest, LimitName
 from serve_app.tenancy.local_leases import KeyLease
+from serve_app.tenancy.usage import Record, UsageMeter
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,33 @@ class Limits:
             if lease.is_idle and now_s - lease.used_s > _IDLE_S:
                 del self._leases[key_id]
                 self._closed.append(key_id)
+
+
+class Accounts:
+    """The accounts of callers at an ingress: their limits, and their use."""
+
+    def __init__(
+        self,
+        ingress_id: str,
+        lease: Claim,
+        record: Record,
+        num_ingresses: Callable[[], int],
+    ) -> None:
+        """`lease` and `record` call the manager."""
+        self.limits = Limits(ingress_id, lease, num_ingresses)
+        self.meter = UsageMeter(ingress_id, record, self.limits.recorded)
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    def start(self) -> None:
+        self._tasks = self.limits.start(), self.meter.start()
+
+    async def close(self) -> None:
+        """Sends the use that is left; the leases expire."""
+        await self.meter.close()
+
+    def check_tasks(self) -> None:
+        """Raises RuntimeError if leases are no longer claimed, or usage is no longer sent."""
+        check_running(*self._tasks)
 
 
 def _has_limits(policy: KeyPolicy) -> bool:

@@ -1,18 +1,27 @@
 """The keys as every ingress has them, all in memory: a check costs one hash and no I/O.
 
-The manager sends the whole table once, and changes after that; see `feed`. While the manager or its
-database is away, the last table stays in use.
+The manager sends the whole table once, and changes after that. While the manager or its database
+is away, the last table stays in use.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from serve_app.ray_calls import RAY_ERRORS
+from serve_app.tasks import keep
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.keys import digest, id_of
 
+logger = logging.getLogger(__name__)
+
+LONG_POLL_S = 20.0
+_RETRY_S = 0.5
 _NO_DIGEST = bytes(32)  # compared with where there is no such key, so that both take the same time
 
 Reason = Literal["missing", "invalid", "expired"]
@@ -104,3 +113,24 @@ class KeyTable:
         if entry.expires_s is not None and now_s >= entry.expires_s:
             raise RefusedKeyError("expired")
         return caller
+
+
+# (known revision, time-out in seconds) -> the changes since, None if there were none
+Poll = Callable[[str, float], Awaitable[KeyDelta | None]]
+
+
+def follow(table: KeyTable, poll: Poll) -> asyncio.Task[None]:
+    """Begins to keep the table equal to the manager's, by long poll. A failed poll is repeated."""
+
+    async def run() -> None:
+        while True:
+            try:
+                delta = await poll(table.revision, LONG_POLL_S)
+            except RAY_ERRORS as error:
+                logger.warning("could not receive changes of the keys: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if delta is not None:
+                table.apply(delta)
+
+    return keep(run, "follow-keys")

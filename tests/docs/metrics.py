@@ -15,7 +15,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.control.base_starts import StartLog
-from serve_app.control.key_limits import budgets_text
+from serve_app.control.key_calls import budgets_text
 from serve_app.control.watcher import Watcher
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts

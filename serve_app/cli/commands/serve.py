@@ -11,7 +11,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,14 +33,15 @@ from serve_app.cli.admin_token import ensure_token
 from serve_app.cli.commands.client import LOADING, REFUSED, WAITING, list_served, ready_status
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
-from serve_app.cli.demo.examples import EXAMPLES
-from serve_app.cli.drain import drain
+from serve_app.cli.demo import EXAMPLES
 from serve_app.cli.signatures.options import LogFormat
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.home import prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
+_ASK_S = 0.25
+_LAST_BYTES_S = 0.2  # for bytes that left the ingress but not yet Serve's proxy
 _SHORT_S = 8.0  # Serve needs 1.5 without requests
 _SHOWN_LOG_LINES = 25
 # The migrations of a new SQLite registry last seconds, longer on a loaded machine.
@@ -50,6 +51,10 @@ _QUESTION = "What is the capital of France?"
 
 # The numbers of the signals that came: the first stops gracefully, the second at once.
 Signals = list[int]
+
+
+class _Drained(msgspec.Struct):
+    open_requests: int | None
 
 
 def serve(
@@ -227,6 +232,32 @@ def _drain(url: str, token: str, limit_s: float, signals: Signals) -> float:
     with console.status(words), httpx.Client(timeout=5) as client:
         is_empty = drain(client, url, token, limit_s, lambda: len(signals) > 1)
     return launch.GENTLE_S if is_empty else _SHORT_S
+
+
+def drain(
+    client: httpx.Client,
+    url: str,
+    token: str,
+    limit_s: float,
+    is_impatient: Callable[[], bool],
+) -> bool:
+    """Returns True once no request is open, False after `limit_s` seconds, if `is_impatient`, or if
+    the server does not answer or rejects the admin token."""
+    deadline_s = time.monotonic() + limit_s
+    headers = {"authorization": f"Bearer {token}"}
+    while time.monotonic() < deadline_s and not is_impatient():
+        try:
+            answer = client.post(f"{url}/admin/drain", headers=headers)
+        except httpx.TransportError:
+            return False
+        if answer.status_code == 200:
+            if msgspec.json.decode(answer.content, type=_Drained).open_requests == 0:
+                time.sleep(_LAST_BYTES_S)
+                return True
+        elif answer.status_code != 503:  # 503: the manager is away for a moment
+            return False
+        time.sleep(_ASK_S)
+    return False
 
 
 def _check_alive(child: launch.Child) -> None:

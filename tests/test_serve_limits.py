@@ -317,7 +317,7 @@ def test_a_request_that_is_cancelled_while_it_waits_holds_nothing() -> None:
         await asyncio.sleep(3.0)
         lease = limits._leases["key"]
         assert lease._num_open == 0
-        assert all(total.in_use == 0 for _, total in lease._totals)
+        assert all(total.in_use == 0 for total in lease._totals.values())
         assert not lease._waiting
         assert not limits._waiting
         for _ in range(2):

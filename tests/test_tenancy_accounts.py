@@ -65,7 +65,7 @@ class Account:
     @property
     def in_use(self) -> dict[str, float]:
         totals = self.accounts.limits._leases["k"]._totals
-        return {name: total.in_use for name, total in totals}
+        return {name: total.in_use for name, total in totals.items()}
 
 
 def make_completion(fleet: Fleet, folder: Path, **fields: object) -> Completion:

@@ -14,7 +14,7 @@ from serve_app.config import KEY_PEPPER, TenancyArgs, database_url, secret
 from serve_app.errors import ApiError
 from serve_app.metrics.exposition import as_text, gauge
 from serve_app.ray_calls import refusing
-from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, TotalName
+from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, limits_of
 from serve_app.tenancy.orders import Act, KeyOrder, UsageGroup, UsageQuery
 from serve_app.tenancy.table import KeyDelta
 from serve_app.tenancy.usage import UsageBatch
@@ -48,13 +48,8 @@ class KeyLimits:
         self.book.turn(time.time())
         ratios: dict[tuple[str, str, str], float] = {}
         for key_id, policy in self._keys.policies():
-            budgets: tuple[tuple[TotalName, int | None], ...] = (
-                ("day", policy.tokens_per_day),
-                ("month", policy.tokens_per_month),
-            )
-            for period, budget in budgets:
-                used = self.book.used.get((key_id, period), 0.0)
-                if budget is not None and used > 0:
+            for period, budget in limits_of(policy).items():
+                if used := self.book.used.get((key_id, period), 0.0):
                     ratios[key_id, policy.tenant, period] = used / budget
         return budgets_text(ratios)
 

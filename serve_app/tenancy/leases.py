@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from serve_app.tenancy.caller import KeyPolicy
+
 RateName = Literal["requests", "tokens"]  # per minute
 TotalName = Literal["parallel", "day", "month"]
 LimitName = RateName | TotalName
@@ -59,6 +61,18 @@ class Grant:
     alone: float  # while the manager is away: per second of a rate; of a total: in addition
     remaining: float  # the rest that the key may use now, at all ingresses
     wait_s: float  # until there is more; 0 if it covers the need
+
+
+def limits_of(policy: KeyPolicy) -> dict[LimitName, int]:
+    """Returns the limits that a key has."""
+    limits: dict[LimitName, int | None] = {
+        "requests": policy.requests_per_minute,
+        "tokens": policy.tokens_per_minute,
+        "parallel": policy.max_parallel_requests,
+        "day": policy.tokens_per_day,
+        "month": policy.tokens_per_month,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 Claims = Mapping[LimitName, Claim]

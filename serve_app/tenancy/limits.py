@@ -17,8 +17,8 @@ from contextlib import suppress
 from serve_app.errors import RateLimitError
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.tasks import check_running, keep
-from serve_app.tenancy.caller import Caller, KeyPolicy
-from serve_app.tenancy.leases import CLAIM_INTERVAL_S, Grants, LeaseRequest, LimitName
+from serve_app.tenancy.caller import Caller
+from serve_app.tenancy.leases import CLAIM_INTERVAL_S, Grants, LeaseRequest, LimitName, limits_of
 from serve_app.tenancy.local_leases import KeyLease
 from serve_app.tenancy.usage import Record, UsageMeter
 
@@ -49,7 +49,7 @@ class Charge:
         """`lease`: that the tokens are taken from; None for a key without limits."""
         self._lease = lease
         self._tokens = tokens
-        self._rates = (None, None) if lease is None else lease.take(tokens)
+        self._rates = () if lease is None else lease.take(tokens)
         self._is_open = True
 
     def settle(self, num_tokens: int) -> None:
@@ -154,7 +154,7 @@ class Limits:
     def _lease(self, caller: Caller) -> KeyLease | None:
         lease = self._leases.get(caller.key_id)
         if lease is None:
-            if not _has_limits(caller.policy):
+            if not limits_of(caller.policy):
                 return None
             lease = KeyLease(caller.policy, self._clock(), self._num_ingresses())
             self._leases[caller.key_id] = lease
@@ -259,13 +259,3 @@ class Accounts:
     def check_tasks(self) -> None:
         """Raises RuntimeError if leases are no longer claimed, or usage is no longer sent."""
         check_running(*self._tasks)
-
-
-def _has_limits(policy: KeyPolicy) -> bool:
-    return (
-        policy.requests_per_minute is not None
-        or policy.tokens_per_minute is not None
-        or policy.max_parallel_requests is not None
-        or policy.tokens_per_day is not None
-        or policy.tokens_per_month is not None
-    )

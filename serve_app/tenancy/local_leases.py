@@ -7,13 +7,13 @@ is away the lease refills by the rate of the last grant; see `leases` for the ma
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from serve_app.tenancy.caller import KeyPolicy
-from serve_app.tenancy.leases import LEASE_S, Claim, Claims, Grants, LimitName
+from serve_app.tenancy.leases import LEASE_S, Claim, Claims, Grant, Grants, LimitName, limits_of
 
 _DRY_S = 0.25  # after an answer that did not cover the need, until the next claim
 _MAX_DRY_S = 2.0  # a debt of tokens may last longer, but other ingresses may return some
@@ -23,20 +23,31 @@ _ROUNDING = 1e-6
 _LEAST_ALONE = 2  # requests that a small share saves up
 
 
-@dataclass(slots=True)
-class _Rate:
-    """A limit per minute."""
-
+@dataclass(slots=True, kw_only=True)
+class _Limit:
     limit: int
-    alone: float  # per second, while the manager is away
-    credited_s: float  # when an answer, or a refill without the manager, came last
-    least: float = 0.0  # a request without the manager needs so much; 0: any positive amount
-    balance: float = 0.0  # negative: requests used more than was expected
+    alone: float  # while the manager is away: per second of a rate; of a total: in addition
     offered: float = 0.0  # since the last claim
     demand: float = 0.0  # mean per second
+    is_first: bool = True
+
+    def measure(self, elapsed_s: float) -> None:
+        """Adds the offers since the last claim to the mean demand."""
+        if elapsed_s > 0:
+            weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
+            self.demand += weight * (self.offered / elapsed_s - self.demand)
+            self.offered = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rate(_Limit):
+    """A limit per minute."""
+
+    credited_s: float  # when an answer, or a refill without the manager, came last
+    least: float  # a request without the manager needs so much; 0: any positive amount
+    balance: float = 0.0  # negative: requests used more than was expected
     wanted: float = 0.0  # by the last claim
     remaining: float = 0.0  # at the manager
-    is_first: bool = True
     was_alone: bool = False
 
     def lacks(self, amount: float, now_s: float, is_away: bool) -> bool:
@@ -50,12 +61,9 @@ class _Rate:
             return is_dry
         return self.balance + _ROUNDING < amount
 
-    def claim(self, elapsed_s: float, waiting: Collection[float]) -> Claim:
+    def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
         """`waiting`: the amounts that requests wait for, the first first."""
-        if elapsed_s > 0:
-            weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
-            self.demand += weight * (self.offered / elapsed_s - self.demand)
-            self.offered = 0.0
+        self.measure(elapsed_s)
         wanted = self.demand * LEASE_S
         returned = 0.0
         if not waiting and not self.was_alone and self.balance > wanted + self.least:
@@ -70,30 +78,31 @@ class _Rate:
             *(self.is_first, self.alone if self.was_alone else 0.0),
         )
 
+    def apply(self, grant: Grant, now_s: float) -> bool:
+        """Returns True if the next claims would be in vain: the demand is above its share."""
+        self.balance += grant.amount
+        self.alone, self.remaining = grant.alone, grant.remaining
+        self.credited_s, self.was_alone = now_s, False
+        return grant.amount < self.wanted and self.demand > self.alone
 
-@dataclass(slots=True)
-class _Total:
+
+@dataclass(slots=True, kw_only=True)
+class _Total(_Limit):
     """A limit of a sum: slots of parallel requests, or tokens of a day or month."""
 
-    limit: int
+    in_use: float
+    is_whole: bool  # slots
     granted: float = 0.0  # may be in use here
-    in_use: float = 0.0
-    alone: float = 0.0  # in addition, while the manager is away
-    offered_back: float = 0.0  # likewise: slots that a claim without an answer named as free
-    is_first: bool = True
-    offered: float = 0.0
-    demand: float = 0.0
+    # Beside `alone`: slots that a claim without an answer named as free.
+    offered_back: float = 0.0
 
     def lacks(self, amount: float, is_away: bool) -> bool:
         free = self.granted + (self.alone + self.offered_back if is_away else 0.0) - self.in_use
         return free + _ROUNDING < amount
 
-    def claim(self, elapsed_s: float, waiting: Collection[float], *, is_whole: bool) -> Claim:
-        if elapsed_s > 0:
-            weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
-            self.demand += weight * (self.offered / elapsed_s - self.demand)
-            self.offered = 0.0
-        if is_whole:  # the manager may lend free slots to others before its answer arrives here
+    def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
+        self.measure(elapsed_s)
+        if self.is_whole:  # the manager may lend free slots to others before its answer is here
             self.offered_back += self.granted - self.in_use
             self.granted = self.in_use
         need, least = sum(waiting), next(iter(waiting), 0.0)
@@ -103,16 +112,25 @@ class _Total:
             held=self.granted + self.offered_back + self.alone,
         )
 
+    def apply(self, grant: Grant, now_s: float) -> bool:
+        self.granted, self.alone, self.offered_back = grant.amount, grant.alone, 0.0
+        return False
 
-Rates = tuple[_Rate | None, _Rate | None]  # of requests and of tokens
+
+Rates = tuple[tuple[LimitName, _Rate], ...]
+
+
+def _amount(name: LimitName, tokens: float) -> float:
+    """Returns how much of a limit a request of so many tokens takes."""
+    return 1.0 if name in ("requests", "parallel") else tokens
 
 
 class KeyLease:
     """The leases of all limits of a key, from its first request at this ingress on."""
 
     __slots__ = (
-        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_requests", "_tokens", "_totals"),
-        *("_unrecorded", "_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
+        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_totals", "_unrecorded"),
+        *("_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
     )
 
     def __init__(self, policy: KeyPolicy, now_s: float, num_ingresses: int) -> None:
@@ -126,10 +144,8 @@ class KeyLease:
         self._unrecorded = 0.0  # tokens of ended requests that the manager does not count yet
         self._waiting: dict[object, float] = {}  # tokens of requests that wait for a grant, by age
         self._waits_s: dict[LimitName, float] = {}  # until when each limit is dry
-        self._requests: _Rate | None = None
-        self._tokens: _Rate | None = None
-        self._totals: list[tuple[LimitName, _Total]] = []
-        self._rates: list[tuple[LimitName, _Rate]] = []
+        self._rates: dict[LimitName, _Rate] = {}
+        self._totals: dict[LimitName, _Total] = {}
         self.policy = KeyPolicy()
         self.change(policy, num_ingresses)
 
@@ -138,104 +154,86 @@ class KeyLease:
         new limit, open requests count."""
         self.policy = policy
         self.dry_until_s = -math.inf  # by limits that may be gone
-        now_s = self.used_s
-
-        def rate(old: _Rate | None, limit: int | None, least: float) -> _Rate | None:
-            if limit is None:
-                return None
-            if old is None:
-                return _Rate(limit, limit / 60 / num_ingresses, now_s - LEASE_S, least)
-            old.alone *= limit / old.limit if old.limit else 1.0
-            old.limit = limit
-            return old
-
-        self._requests = rate(self._requests, policy.requests_per_minute, 1.0)
-        self._tokens = rate(self._tokens, policy.tokens_per_minute, 0.0)
-        self._rates = []
-        if self._requests is not None:
-            self._rates.append(("requests", self._requests))
-        if self._tokens is not None:
-            self._rates.append(("tokens", self._tokens))
-        old_totals = dict(self._totals)
-        limits: tuple[tuple[LimitName, int | None], ...] = (
-            ("parallel", policy.max_parallel_requests),
-            ("day", policy.tokens_per_day),
-            ("month", policy.tokens_per_month),
-        )
-        self._totals = []
-        for name, limit in limits:
-            if limit is not None:
-                total = old_totals.get(name)
-                if total is None:
-                    total = _Total(limit, alone=limit / num_ingresses)
-                    tokens = self._open_tokens + self._unrecorded
-                    total.in_use = self._num_open if name == "parallel" else tokens
-                total.limit = limit
-                self._totals.append((name, total))
+        rates, totals = self._rates, self._totals
+        self._rates, self._totals = {}, {}
+        for name, limit in limits_of(policy).items():
+            if name in ("requests", "tokens"):
+                rate = rates.get(name)
+                if rate is None:
+                    rate = _Rate(
+                        limit=limit,
+                        alone=limit / 60 / num_ingresses,
+                        credited_s=self.used_s - LEASE_S,
+                        least=_amount(name, 0.0),
+                    )
+                else:
+                    rate.alone *= limit / rate.limit if rate.limit else 1.0
+                    rate.limit = limit
+                self._rates[name] = rate
+                continue
+            total = totals.get(name)
+            if total is None:
+                is_whole = name == "parallel"
+                in_use = self._num_open if is_whole else self._open_tokens + self._unrecorded
+                alone = limit / num_ingresses
+                total = _Total(limit=limit, alone=alone, in_use=in_use, is_whole=is_whole)
+            total.limit = limit
+            self._totals[name] = total
 
     @property
     def offers_slots(self) -> bool:
         """A claim without an answer named slots as free, which may be used again after it."""
-        return any(total.offered_back > 0 for _, total in self._totals)
+        return any(total.offered_back > 0 for total in self._totals.values())
 
     @property
     def is_idle(self) -> bool:
         """No request is open, and all use is recorded."""
-        return not self._num_open and all(total.in_use <= 0 for _, total in self._totals)
+        return not self._num_open and all(one.in_use <= 0 for one in self._totals.values())
 
     def note_offer(self, tokens: float) -> None:
         """Counts a request, admitted or not, in the demand."""
         self.mean_tokens += _NEWEST * (tokens - self.mean_tokens)
-        if self._requests is not None:
-            self._requests.offered += 1.0
-        if self._tokens is not None:
-            self._tokens.offered += tokens
-        for name, total in self._totals:
-            total.offered += 1.0 if name == "parallel" else tokens
+        for name, limit in self._limits():
+            limit.offered += _amount(name, tokens)
 
     def lacking(self, tokens: float, now_s: float, *, is_away: bool) -> LimitName | None:
         """Returns a limit whose lease does not cover a request now; None: it may be taken."""
         self.used_s = now_s
-        for name, total in self._totals:
-            if total.lacks(1.0 if name == "parallel" else tokens, is_away):
+        for name, total in self._totals.items():
+            if total.lacks(_amount(name, tokens), is_away):
                 return name
-        if self._requests is not None and self._requests.lacks(1.0, now_s, is_away):
-            return "requests"
-        if self._tokens is not None and self._tokens.lacks(tokens, now_s, is_away):
-            return "tokens"
+        for name, rate in self._rates.items():
+            if rate.lacks(_amount(name, tokens), now_s, is_away):
+                return name
         return None
 
     def take(self, tokens: float) -> Rates:
         """Returns the rates that it is taken from, for `settle`: others may hold at the end."""
         self._num_open += 1
         self._open_tokens += tokens
-        if self._requests is not None:
-            self._requests.balance -= 1.0
-        if self._tokens is not None:
-            self._tokens.balance -= tokens
-        for name, total in self._totals:
-            total.in_use += 1.0 if name == "parallel" else tokens
-        return self._requests, self._tokens
+        for name, rate in self._rates.items():
+            rate.balance -= _amount(name, tokens)
+        for name, total in self._totals.items():
+            total.in_use += _amount(name, tokens)
+        return tuple(self._rates.items())
 
     def settle(self, rates: Rates, tokens: float, num_used: int) -> None:
         """Ends a request that took `tokens` and used so many; 0: it is refunded whole."""
         self._num_open -= 1
         self._open_tokens -= tokens
         self._unrecorded += num_used
-        by_request, by_token = rates
-        if by_request is not None and not num_used:
-            by_request.balance += 1.0
-        if by_token is not None:
-            by_token.balance += tokens - num_used
-        for name, total in self._totals:
-            total.in_use -= 1.0 if name == "parallel" else tokens - num_used
+        for name, rate in rates:
+            if name == "tokens" or not num_used:
+                rate.balance += _amount(name, tokens - num_used)
+        for name, total in self._totals.items():
+            total.in_use -= _amount(name, tokens - num_used)
 
     def recorded(self, num_tokens: int) -> None:
         """The manager counts this use from now on; a part of it may be older than the lease."""
         num_own = min(num_tokens, self._unrecorded)
         self._unrecorded -= num_own
-        for name, total in self._totals:
-            if name != "parallel":
+        for total in self._totals.values():
+            if not total.is_whole:
                 total.in_use -= num_own
                 total.granted = max(total.in_use, total.granted - num_own)
 
@@ -252,42 +250,29 @@ class KeyLease:
     def claims(self, now_s: float) -> Claims:
         """Returns the claims for the manager, which `apply` follows. Surplus goes back with it."""
         elapsed_s, self._claimed_s = now_s - self._claimed_s, now_s
-        claims: dict[LimitName, Claim] = {}
-        for name, rate in self._rates:
-            claims[name] = rate.claim(elapsed_s, self._needs(name))
-        for name, total in self._totals:
-            is_whole = name == "parallel"
-            claims[name] = total.claim(elapsed_s, self._needs(name), is_whole=is_whole)
-        return claims
+        return {
+            name: limit.claim(elapsed_s, [_amount(name, one) for one in self._waiting.values()])
+            for name, limit in self._limits()
+        }
 
     def apply(self, grants: Grants, now_s: float) -> None:
         dry_s = 0.0
-        for name, rate in self._rates:
+        for name, limit in self._limits():
             if (grant := grants.get(name)) is not None:
-                rate.balance += grant.amount
-                rate.alone, rate.remaining = grant.alone, grant.remaining
-                rate.credited_s, rate.is_first, rate.was_alone = now_s, False, False
+                is_scarce = limit.apply(grant, now_s)
+                limit.is_first = False
                 self._waits_s[name] = now_s + grant.wait_s
-                # With more demand than its share, the next claims would be in vain as well.
-                is_scarce = grant.amount < rate.wanted and rate.demand > rate.alone
                 if is_scarce or grant.wait_s:
-                    dry_s = max(dry_s, grant.wait_s, _DRY_S)
-        for name, total in self._totals:
-            if (grant := grants.get(name)) is not None:
-                total.granted, total.alone, total.offered_back = grant.amount, grant.alone, 0.0
-                total.is_first = False
-                self._waits_s[name] = now_s + grant.wait_s
-                if grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
 
     def wait(self, name: LimitName, tokens: float, now_s: float) -> tuple[int, float]:
         """Returns the limit and the expected seconds until it admits a request."""
         wait_s = max(0.0, self._waits_s.get(name, now_s) - now_s)
-        rate = {"requests": self._requests, "tokens": self._tokens}.get(name)
+        rate = self._rates.get(name)
         if rate is None:
-            return dict(self._totals)[name].limit, wait_s
-        lacking = (1.0 if name == "requests" else tokens) - rate.balance
+            return self._totals[name].limit, wait_s
+        lacking = _amount(name, tokens) - rate.balance
         share_s = min(60.0, lacking / rate.alone) if rate.alone else 60.0
         return rate.limit, max(wait_s, share_s)
 
@@ -310,15 +295,12 @@ class KeyLease:
             headers[f"anthropic-ratelimit-{name}-reset"] = f"{at:%Y-%m-%dT%H:%M:%SZ}"
         return headers
 
-    def _needs(self, name: LimitName) -> Collection[float]:
-        """Returns the needs of the waiting requests for this limit, the first first."""
-        if name in ("requests", "parallel"):
-            return (1.0,) * len(self._waiting)
-        return self._waiting.values()
+    def _limits(self) -> tuple[tuple[LimitName, _Rate | _Total], ...]:
+        return *self._rates.items(), *self._totals.items()
 
     def _states(self) -> Iterator[tuple[LimitName, int, int, float]]:
         """Yields each rate: its limit, the rest of it, and the seconds until there is more."""
-        for name, rate in self._rates:
+        for name, rate in self._rates.items():
             remaining = max(0.0, min(rate.limit, rate.balance + rate.remaining))
             per_s = rate.limit / 60
             reset_s = max(0.0, (1.0 if rate.least else 0.0) - rate.balance) / per_s if per_s else 60

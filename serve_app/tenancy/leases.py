@@ -124,14 +124,12 @@ class _Bucket:
 
     level: float
     updated_s: float
+    is_whole: bool  # requests: a part of one is of no use, and no grant leaves a debt
     rate: float = 0.0  # per second
     reset_s: float = -math.inf  # when the first ingress came back from being alone
     holders: dict[str, _Holder] = field(default_factory=dict)
 
-    def grant(
-        self, ingress_id: str, claim: Claim, size: float, now_s: float, *, is_whole: bool
-    ) -> Grant:
-        """`is_whole`: a part of the unit is of no use, and no grant leaves a debt."""
+    def grant(self, ingress_id: str, claim: Claim, size: float, now_s: float) -> Grant:
         rate = self.rate = claim.limit / 60
         self.level += rate * (now_s - self.updated_s) + claim.returned
         self.level = min(self.level, size)
@@ -147,7 +145,7 @@ class _Bucket:
         amount = 0.0
         if self.level > 0:
             share = fair_share(self.level, max(claim.want, claim.need), wants)
-            if is_whole:
+            if self.is_whole:
                 least = min(1.0, claim.need) if self.level + _ROUNDING >= 1 else 0.0
                 amount = max(math.floor(share + _ROUNDING), least)
             else:
@@ -157,7 +155,7 @@ class _Bucket:
         alone = fair_share(rate, claim.demand, [one.claim.demand for one in others])
         rest = rate - alone - sum(min(one.claim.demand, rate) for one in others)
         alone += max(0.0, rest) / (1 + len(others))
-        lacking_s = ((1.0 if is_whole else 0.0) - self.level) / rate if rate else 60.0
+        lacking_s = ((1.0 if self.is_whole else 0.0) - self.level) / rate if rate else 60.0
         wait_s = max(_ASK_S, lacking_s) if amount + _ROUNDING < claim.need else 0.0
         return Grant(amount, alone, max(0.0, self.level), wait_s)
 
@@ -168,20 +166,13 @@ class _Total:
 
     updated_s: float
     settled_s: float  # until then ingresses may hold slots that this manager does not count
+    is_whole: bool  # slots: a part of one is of no use, and no grant goes beyond the total
     holders: dict[str, _Holder] = field(default_factory=dict)
 
     def grant(
-        self,
-        ingress_id: str,
-        claim: Claim,
-        used: float,
-        reset_s: float,
-        now_s: float,
-        *,
-        is_whole: bool,
+        self, ingress_id: str, claim: Claim, used: float, reset_s: float, now_s: float
     ) -> Grant:
-        """`used`: recorded already; `reset_s`: until the total begins again; `is_whole`: a part
-        of the unit is of no use, and no grant goes beyond the total."""
+        """`used`: recorded already; `reset_s`: until the total begins again."""
         self.updated_s = now_s
         for name in [n for n, one in self.holders.items() if now_s - one.claimed_s > MAX_AGE_S]:
             del self.holders[name]
@@ -190,17 +181,17 @@ class _Total:
         others = _fresh(self.holders, ingress_id, now_s)
         wants = [max(0.0, one.claim.in_use + one.claim.want - one.amount) for one in others]
         more = fair_share(free, max(claim.want, claim.need), wants)
-        if is_whole:
+        if self.is_whole:
             least = min(1.0, claim.need) if free + _ROUNDING >= 1 else 0.0
             more = max(math.floor(more + _ROUNDING), least)
         elif free > 0:  # the last part of a total admits one more request, which may go beyond it
             more = max(more, claim.least)
         rest = max(0.0, free - more)
         alone = rest / (1 + len(others))
-        if is_whole:  # a part for each would be of no use to any
+        if self.is_whole:  # a part for each would be of no use to any
             set_aside = sum(one.alone for name, one in self.holders.items() if name != ingress_id)
             alone = min(math.ceil(alone - _ROUNDING), max(0.0, rest - set_aside))
-        if is_whole and now_s < self.settled_s:  # no more than the last manager granted it
+        if self.is_whole and now_s < self.settled_s:  # no more than the last manager granted it
             own = 0.0 if claim.is_first else max(0.0, claim.held - claim.in_use)
             more = min(more, math.floor(own + _ROUNDING))
             alone = own - more
@@ -263,23 +254,19 @@ class Leases:
     ) -> Grant:
         key = key_id, name
         if name in ("requests", "tokens"):
-            is_whole = name == "requests"
-            size = burst(claim.limit, self._burst_s, _LEAST_BURST if is_whole else 1)
+            size = burst(claim.limit, self._burst_s, _LEAST_BURST if name == "requests" else 1)
             bucket = self._buckets.get(key)
             if bucket is None:
                 level = size if claim.is_first else 0.0  # otherwise an earlier manager granted it
-                bucket = self._buckets[key] = _Bucket(level, now_s)
-            return bucket.grant(ingress_id, claim, size, now_s, is_whole=is_whole)
+                bucket = self._buckets[key] = _Bucket(level, now_s, name == "requests")
+            return bucket.grant(ingress_id, claim, size, now_s)
         total = self._totals.get(key)
         if total is None:  # after a manager that granted it something, all ingresses claim first
             is_new = claim.is_first and not claim.in_use
-            total = self._totals[key] = _Total(now_s, now_s if is_new else now_s + _FRESH_S)
-        recorded, reset_s, is_whole = (
-            used.get(key, 0.0),
-            resets_s.get(name, 0.0),
-            name == "parallel",
-        )
-        return total.grant(ingress_id, claim, recorded, reset_s, now_s, is_whole=is_whole)
+            settled_s = now_s if is_new else now_s + _FRESH_S
+            total = self._totals[key] = _Total(now_s, settled_s, name == "parallel")
+        recorded, reset_s = used.get(key, 0.0), resets_s.get(name, 0.0)
+        return total.grant(ingress_id, claim, recorded, reset_s, now_s)
 
     def _close(self, key_id: str, ingress_id: str) -> None:
         for name in get_args(RateName):

@@ -65,7 +65,7 @@ def add(
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", metavar="KEY=VALUE", help="As below models[].engine in the file"),
+        typer.Option(metavar="KEY=VALUE", help="As below models[].engine in the file"),
     ] = None,
     wait: Wait = False,
     timeout_s: Timeout = _TIMEOUT_S,

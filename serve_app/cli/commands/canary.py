@@ -46,13 +46,13 @@ def status(
 @app.command()
 def start(
     name: Name,
-    version: Annotated[int | None, typer.Option("--version", help="Number of the version")] = None,
-    alias: Annotated[str | None, typer.Option("--alias", help="Or an alias that it has")] = None,
+    version: Annotated[int | None, typer.Option(help="Number of the version")] = None,
+    alias: Annotated[str | None, typer.Option(help="Or an alias that it has")] = None,
     weight: Annotated[
-        float | None, typer.Option("--weight", help="Share of the requests that it answers, 0 to 1")
+        float | None, typer.Option(help="Share of the requests that it answers, 0 to 1")
     ] = None,
     shadow: Annotated[
-        float | None, typer.Option("--shadow", help="Share of the requests that it gets copies of")
+        float | None, typer.Option(help="Share of the requests that it gets copies of")
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
@@ -67,7 +67,7 @@ def start(
 def promote(
     name: Name,
     version: Annotated[
-        int | None, typer.Option("--version", help="Refuse unless this version is the canary")
+        int | None, typer.Option(help="Refuse unless this version is the canary")
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:

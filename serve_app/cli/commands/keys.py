@@ -32,8 +32,8 @@ Key = Annotated[str, typer.Argument(help="Id, alias or the key itself")]
 
 @app.command()
 def create(
-    alias: Annotated[str | None, typer.Option("--alias", help="A name for people")] = None,
-    tenant: Annotated[str, typer.Option("--tenant", help="Whom its requests are charged to")] = "",
+    alias: Annotated[str | None, typer.Option(help="A name for people")] = None,
+    tenant: Annotated[str, typer.Option(help="Whom its requests are charged to")] = "",
     models: Annotated[
         list[str] | None,
         typer.Option("--model", help="Glob of models: base, base:adapter, adapter@3; default: all"),
@@ -43,24 +43,16 @@ def create(
         typer.Option("--scope", help="infer (default), load, admin:read or admin; repeatable"),
     ] = None,
     duration: Annotated[
-        str | None, typer.Option("--duration", help="Until it expires: 12h, 30d; default: never")
+        str | None, typer.Option(help="Until it expires: 12h, 30d; default: never")
     ] = None,
-    rpm: Annotated[int | None, typer.Option("--rpm", help="Requests per minute")] = None,
-    tpm: Annotated[int | None, typer.Option("--tpm", help="Tokens per minute")] = None,
-    max_parallel_requests: Annotated[
-        int | None, typer.Option("--max-parallel-requests", help="Requests at once")
-    ] = None,
-    tokens_per_day: Annotated[
-        int | None, typer.Option("--tokens-per-day", help="Tokens per day, UTC")
-    ] = None,
-    tokens_per_month: Annotated[
-        int | None, typer.Option("--tokens-per-month", help="Tokens per month, UTC")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of one answer")
-    ] = None,
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Tokens per minute")] = None,
+    max_parallel_requests: Annotated[int | None, typer.Option(help="Requests at once")] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(help="Tokens per day, UTC")] = None,
+    tokens_per_month: Annotated[int | None, typer.Option(help="Tokens per month, UTC")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer")] = None,
     lowest_priority: Annotated[
-        int | None, typer.Option("--lowest-priority", help="The smallest `priority` allowed")
+        int | None, typer.Option(help="The smallest `priority` allowed")
     ] = None,
     url: Url = DEFAULT_URL,
     json: Json = False,
@@ -85,7 +77,7 @@ def create(
 
 @app.command(name="list")
 def list_keys(
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Of this tenant only")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant only")] = None,
     url: Url = DEFAULT_URL,
     json: Json = False,
 ) -> None:
@@ -147,7 +139,7 @@ def info(key: Key, url: Url = DEFAULT_URL, json: Json = False) -> None:
 def rotate(
     key: Key,
     grace: Annotated[
-        str, typer.Option("--grace", help="For how long the former secret counts: 15m, 24h")
+        str, typer.Option(help="For how long the former secret counts: 15m, 24h")
     ] = "0s",
     url: Url = DEFAULT_URL,
     json: Json = False,

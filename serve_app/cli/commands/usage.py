@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 def usage(
     by: Annotated[
-        str, typer.Option("--by", help="Of key, tenant, base, model, arm, hour and day; a,b")
+        str, typer.Option(help="Of key, tenant, base, model, arm, hour and day; a,b")
     ] = "key,model",
     from_: Annotated[
         str | None, typer.Option("--from", help="Date or time, UTC; default: this month")
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", help="Date or time, UTC, exclusive; default: now")
+        str | None, typer.Option(help="Date or time, UTC, exclusive; default: now")
     ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,
     url: Url = DEFAULT_URL,

@@ -15,11 +15,9 @@ from serve_app.cli.signatures.options import DEFAULT_URL, Url
 def chat(
     model: Annotated[str | None, typer.Argument(help="Default: the first base model")] = None,
     url: Url = DEFAULT_URL,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens")
-    ] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens")] = 512,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=2, help="0: always the likeliest token")
+        float, typer.Option(min=0, max=2, help="0: always the likeliest token")
     ] = 0.0,
 ) -> None:
     """Talk to a running server."""
@@ -28,22 +26,14 @@ def chat(
 @body_in("bench")
 def bench(
     url: Url = DEFAULT_URL,
-    models: Annotated[str | None, typer.Option("--models", help="a,b; default: all")] = None,
-    requests: Annotated[
-        int, typer.Option("--requests", min=1, help="Requests in all, over all models")
-    ] = 64,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, help="Requests that are open at a time")
-    ] = 16,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Tokens of an answer, at most")
-    ] = 64,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1, help="Tokens of a prompt, about")
-    ] = 64,
+    models: Annotated[str | None, typer.Option(help="a,b; default: all")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all, over all models")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests that are open at a time")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, about")] = 64,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Stream the answers, or take them whole")
     ] = True,
-    json: Annotated[Path | None, typer.Option("--json", help="Append JSON lines here")] = None,
+    json: Annotated[Path | None, typer.Option(help="Append JSON lines here")] = None,
 ) -> None:
     """Measure a running server. A stream that is cut counts as a failure; then exit code 1."""

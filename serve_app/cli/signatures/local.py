@@ -26,8 +26,7 @@ def serve(
         ),
     ] = 30.0,
     log_format: Annotated[
-        LogFormat,
-        typer.Option("--log-format", help="Form of the log's lines, in $LORAPLEX_HOME/logs"),
+        LogFormat, typer.Option(help="Form of the log's lines, in $LORAPLEX_HOME/logs")
     ] = LogFormat.text,
 ) -> None:
     """Start the server, wait until it is ready, stay until Ctrl-C."""
@@ -47,11 +46,11 @@ def check(
     name: Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@N of an adapter")],
     json: Annotated[bool, typer.Option("--json", help="The whole report, on stdout")] = False,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Ask this instead; may be repeated")
+        list[str] | None, typer.Option(help="Ask this instead; may be repeated")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Also write the report and its plot here")
+        Path | None, typer.Option(help="Also write the report and its plot here")
     ] = None,
     store: Annotated[
         bool, typer.Option("--store/--no-store", help="Keep the report with the version")
@@ -68,7 +67,7 @@ def check(
 
 @body_in("models")
 def models(
-    url: Annotated[str | None, typer.Option("--url", help="Ask this running server")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask this running server")] = None,
     tracking_uri: Uri = None,
     json: Json = False,
 ) -> None:
@@ -77,32 +76,25 @@ def models(
 
 @body_in("doctor")
 def doctor(
-    port: Annotated[int, typer.Option("--port", help="Where you want to serve")] = 8000,
+    port: Annotated[int, typer.Option(help="Where you want to serve")] = 8000,
     base: Annotated[
-        Path | None,
-        typer.Option("--base", help="Check this folder of a base instead: form, memory, fit"),
+        Path | None, typer.Option(help="Check this folder of a base instead: form, memory, fit")
     ] = None,
     memory_gib: Annotated[
         float | None,
         typer.Option("--memory", min=0.1, max=1e6, help="GiB of the GPU that --base is for"),
     ] = None,
     quantization: Annotated[
-        str | None,
-        typer.Option("--quantization", help="engine.quantization for --base; default: none"),
+        str | None, typer.Option(help="engine.quantization for --base; default: none")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option("--kv-cache-dtype", help="engine.kv_cache_dtype for --base; default: auto"),
+        str | None, typer.Option(help="engine.kv_cache_dtype for --base; default: auto")
     ] = None,
     lora_dtype: Annotated[
-        str | None,
-        typer.Option("--lora-dtype", help="engine.lora_dtype for --base; default: auto"),
+        str | None, typer.Option(help="engine.lora_dtype for --base; default: auto")
     ] = None,
     ranks: Annotated[
-        int,
-        typer.Option(
-            "--ranks", min=1, max=8, help="Ranks that share --base, as tensor_parallel_size"
-        ),
+        int, typer.Option(min=1, max=8, help="Ranks that share --base, as tensor_parallel_size")
     ] = 1,
     json: Json = False,
 ) -> None:
@@ -113,8 +105,7 @@ def doctor(
 def warm(
     file: Annotated[Path, typer.Argument(help="The Serve config file that will be served")],
     device: Annotated[
-        str | None,
-        typer.Option("--device", help="Compile for this GPU, e.g. sm_90; default: the one here"),
+        str | None, typer.Option(help="Compile for this GPU, e.g. sm_90; default: the one here")
     ] = None,
     tracking_uri: Uri = None,
 ) -> None:

@@ -25,7 +25,7 @@ def base(
     name: Name,
     alias: Alias = DEFAULT_ALIAS,
     model_id: Annotated[
-        str, typer.Option("--model-id", help="ORGANISATION/NAME, by which clients may call it too")
+        str, typer.Option(help="ORGANISATION/NAME, by which clients may call it too")
     ] = "",
     tracking_uri: Uri = None,
 ) -> None:
@@ -38,7 +38,7 @@ def base(
 def adapter(
     folder: Folder,
     name: Name,
-    base: Annotated[str, typer.Option("--base", help="Registered NAME, NAME@ALIAS or NAME@N")],
+    base: Annotated[str, typer.Option(help="Registered NAME, NAME@ALIAS or NAME@N")],
     alias: Alias = DEFAULT_ALIAS,
     probe: Annotated[
         bool | None,
@@ -56,7 +56,6 @@ def adapter(
     max_error: Annotated[
         float,
         typer.Option(
-            "--max-error",
             min=0.0,
             max=1.0,
             help="Of an adapter that becomes LoRA (LoHa, LoKr, saved modules): the largest "
@@ -65,24 +64,16 @@ def adapter(
     ] = 1e-3,
     max_saved_mib: Annotated[
         float,
-        typer.Option(
-            "--max-saved-mib",
-            min=0.0,
-            max=1e9,
-            help="The device memory of saved modules, as LoRA, in MiB",
-        ),
+        typer.Option(min=0.0, max=1e9, help="The device memory of saved modules, as LoRA, in MiB"),
     ] = 256.0,
-    max_minutes: Annotated[
-        float, typer.Option("--max-minutes", min=0.0, help="The time of becoming LoRA")
-    ] = 30.0,
+    max_minutes: Annotated[float, typer.Option(min=0.0, help="The time of becoming LoRA")] = 30.0,
     parity: Parity = False,
     parity_bound: ParityBound = 1e-3,
     unquantized_base: Annotated[
         Path | None,
         typer.Option(
-            "--unquantized-base",
             help="Folder of the base that it was trained on, if --base is an AWQ base made of it: "
-            "the scales that AWQ moved are folded into the adapter",
+            "the scales that AWQ moved are folded into the adapter"
         ),
     ] = None,
     tracking_uri: Uri = None,

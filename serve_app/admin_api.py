@@ -224,9 +224,7 @@ class UsageLine(msgspec.Struct, frozen=True, omit_defaults=True):
     day: str | None = None
 
 
-_USAGE_SUMS = (
-    *("requests", "prompt_tokens", "cached_tokens", "output_tokens", "engine_ms", "cost"),
-)
+_USAGE_SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "engine_ms", "cost")
 
 
 class UsageLines(msgspec.Struct, frozen=True, rename={"from_": "from"}):

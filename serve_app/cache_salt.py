@@ -38,7 +38,9 @@ def kept_key(home: Path | None) -> bytes:
         return secrets.token_bytes(_KEY_BYTES)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        return _read(home / KEY_FILE) or _create(home / KEY_FILE)
+        while (key := _read(home / KEY_FILE)) is None:
+            create_secret(home / KEY_FILE, secrets.token_hex(_KEY_BYTES))
+        return key
     except OSError as error:
         logger.warning(
             "cannot store the key of the prefix-cache salts in %s: %s; a temporary key is used, "
@@ -61,13 +63,4 @@ def _read(path: Path) -> bytes | None:
         logger.warning("%s does not hold a key of %d bytes; it is replaced", path, _KEY_BYTES)
         path.unlink(missing_ok=True)
         return None
-    return key
-
-
-def _create(path: Path) -> bytes:
-    """Stores a new key and returns it, or the key of a process that was first."""
-    create_secret(path, secrets.token_hex(_KEY_BYTES))
-    key = _read(path)
-    if key is None:
-        raise OSError(f"{path} was removed while it was created")
     return key

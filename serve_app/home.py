@@ -16,6 +16,8 @@ from pathlib import Path
 
 NAME = "LORAPLEX_HOME"
 API_KEY = "LORAPLEX_API_KEY"  # of the commands that call the API as a client
+ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"
+_TOKEN_FILE = "admin_token"
 _DEFAULT = ".loraplex"
 _ROOM_BYTES = 4 * 1024**2  # a new registry needs 1 MB
 _FULL = ("no space left", "disk is full", "quota exceeded")  # the words of the kernel and of SQLite
@@ -34,6 +36,24 @@ def api_headers() -> dict[str, str]:
     is set."""
     key = os.environ.get(API_KEY)
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def kept_token(home: Path) -> str | None:
+    """Returns the admin token of the environment, otherwise that of `home`, or None."""
+    if token := os.environ.get(ADMIN_TOKEN):
+        return token
+    try:
+        return (home / _TOKEN_FILE).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def ensure_token(home: Path) -> str:
+    """Returns the admin token of `home`, made if it is missing; concurrent starts agree on it."""
+    home.mkdir(parents=True, exist_ok=True)
+    while (token := kept_token(home)) is None:
+        create_secret(home / _TOKEN_FILE, secrets.token_urlsafe(32))
+    return token
 
 
 def prepare(home: Path) -> Path:

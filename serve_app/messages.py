@@ -50,9 +50,7 @@ class StreamAddress:
     port: int
     token: str
     ingress_id: str
-    certificate: str = (
-        ""  # PEM, the only certificate to trust; empty: the connection is not encrypted
-    )
+    certificate: str = ""  # PEM, the only one to trust; empty: the connection is not encrypted
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,55 +25,44 @@ class RegistryReader(Protocol):
 
     def set_alias(self, name: str, alias: str, version: int | None) -> None:
         """Sets an alias; `version` None removes it."""
-        ...
 
     def set_setting(self, name: str, key: str, value: str | None) -> None:
         """Sets a setting of a registered model; `key` is one of `registry.listing.SETTINGS`, a
         value None removes it."""
-        ...
 
     def ensure_webhook(self, url: str, secret: str) -> None:
         """Has the registry call `url` after each change. Raises RegistryError if it cannot."""
-        ...
 
     def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
         """Checks and registers as `loraplex register adapter` does, and sets the default alias.
         Raises RegistrationError."""
-        ...
 
     def check_adapter(self, version: AdapterVersion) -> None:
         """Determines the effect of a version, or the reason to refuse it, and stores the verdict in
         its tags. The base is run only if that lasts seconds, on the CPU, at the lowest priority.
         Raises RegistryError if the check reached no verdict."""
-        ...
 
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         """Returns a verified local folder with the version's files, kept until `release` or the end
         of this process."""
-        ...
 
     def release(self, folder: Path) -> None:
         """Gives back a folder, once per `fetch`."""
-        ...
 
     def verify(self, version: BaseVersion | AdapterVersion) -> bool:
         """Reads the local copy again. Returns False if it was corrupt: it is deleted, and `fetch`
         downloads it again."""
-        ...
 
     def local_digests(self) -> frozenset[str]:
         """The versions whose files are in this node's cache."""
-        ...
 
     def cache_stats(self) -> CacheStats: ...
 
     def stored_catalog(self) -> Catalog | None:
         """The last good catalog of this registry that this node stored, if any."""
-        ...
 
     def store_catalog(self, catalog: Catalog) -> None:
         """Stores a catalog for the next start while the registry is down. Raises OSError."""
-        ...
 
 
 def open_named(path: str, *arguments: object) -> RegistryReader:

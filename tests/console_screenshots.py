@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import yaml
 
-from serve_app.cli.admin_token import ensure_token
 from serve_app.cli.demo import EXAMPLES
 from serve_app.cli.demo.prepare import ADAPTERS_DIR
+from serve_app.home import ensure_token
 from tests.console_rig import go, log_in, open_browser, open_page
 from tests.demo_server import BASE, ROOT, DemoServer, run_cli, serving, write_config
 

@@ -13,8 +13,8 @@ from starlette.routing import BaseRoute
 
 from serve_app.api import admin_status
 from serve_app.api.ingress import MetricsMiddleware
-from serve_app.cli.admin_token import ensure_token, kept_token
 from serve_app.config import ADMIN_TOKEN, IngressArgs
+from serve_app.home import ensure_token, kept_token
 from serve_app.http.asgi import install_error_handlers
 from tests.ingress_app import make_app
 

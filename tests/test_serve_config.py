@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from engine.config import EngineConfig
 from engine.core import Engine
-from registry.catalog import DefaultAliases
+from registry.catalog import Catalog, DefaultAliases
 from serve_app.config import (
     EngineArgs,
     ModelArgs,
@@ -18,11 +18,11 @@ from serve_app.config import (
     RegistryArgs,
     artifact_root,
     cache_folder,
-    default_aliases,
     default_home,
     in_words,
     tracking_uri,
 )
+from serve_app.control.base_plan import with_aliases
 from tests.fakes import make_request
 from tests.grammar_helpers import DeferringRunner, grammars, run, schema_grammar, token_ids
 
@@ -269,7 +269,8 @@ def test_a_database_is_told_where_files_lie_by_file_or_environment(
 
 def test_a_bases_alias_is_of_its_name_whatever_version_is_served() -> None:
     models = (ModelArgs(name="a@2", alias="stable"), ModelArgs(name="a@3"), ModelArgs(name="b"))
-    assert default_aliases("champion", models) == DefaultAliases("champion", (("a", "stable"),))
+    named = with_aliases(Catalog(), "champion", models)
+    assert named.default_aliases == DefaultAliases("champion", (("a", "stable"),))
 
 
 def test_without_a_variable_the_home_is_below_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

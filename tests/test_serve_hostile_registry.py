@@ -20,7 +20,7 @@ from registry.entities import BaseVersion, Setting
 from registry.listing import PREFIX
 from serve_app.canary.split import read_traffic
 from serve_app.config import ModelArgs
-from serve_app.control import base_plan, manager, stored_catalog
+from serve_app.control import base_plan, manager, watcher
 from serve_app.control.manager import Manager
 from serve_app.messages import IngressCounts
 from serve_app.platform_view import PlatformView
@@ -263,7 +263,7 @@ async def test_a_registry_that_stays_silent_is_waited_for_a_few_seconds_only(
     await follows(made, world)
     await until(lambda: made._stored.is_current)
     stop(made)
-    monkeypatch.setattr(stored_catalog, "REGISTRY_WAIT_S", 0.2)
+    monkeypatch.setattr(watcher, "REGISTRY_WAIT_S", 0.2)
     answers = threading.Event()
     monkeypatch.setattr(Reader, "snapshot", lambda _: answers.wait(60) and whole())
     whole = Reader(world.store, world.folder)._registry.snapshot

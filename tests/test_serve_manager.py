@@ -12,10 +12,10 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
-from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs, default_aliases
+from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.base_admin import change_base
-from serve_app.control.base_plan import MISSING_S, LastGood, configured, plan
-from serve_app.control.base_status import failure_reason, is_refused, state_of
+from serve_app.control.base_plan import MISSING_S, LastGood, plan, with_aliases
+from serve_app.control.base_status import is_refused, start_error, state_of
 from serve_app.control.fleet import Fleet
 from serve_app.control.manager import Manager
 from serve_app.errors import ConflictError
@@ -166,7 +166,7 @@ def test_the_file_wins_over_a_setting_where_it_names_the_base_by_its_id() -> Non
     wanted = plan([BY_ID], catalog, cluster_has_gpu=False)
     (spec,) = wanted.specs
     assert (spec.model.replicas, spec.source, wanted.refused) == (1, "file", ())
-    aliases = default_aliases("champion", configured([BY_ID], catalog))
+    aliases = with_aliases(catalog, "champion", [BY_ID]).default_aliases
     assert aliases.of_adapters == (("b", "prod"),)
 
 
@@ -242,10 +242,10 @@ ray::ServeReplica:base--a--61-ba:engine.initialize_and_get_metadata() (pid=1, ip
   File "replica.py", line 70, in __init__
     raise root_cause(error) from None
 ValueError: layer 3 of the base holds NaN"""
-    assert failure_reason(["The deployments ['engine'] are UPDATING.", message]) == (
+    assert start_error(["The deployments ['engine'] are UPDATING.", message])[1] == (
         "layer 3 of the base holds NaN"
     )
-    assert failure_reason(["", "The deployments ['engine'] are UPDATING."]) == ""
+    assert start_error(["", "The deployments ['engine'] are UPDATING."])[1] == ""
 
 
 @pytest.mark.parametrize(

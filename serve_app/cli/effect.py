@@ -65,7 +65,9 @@ def prove(
         brings = check_adapter_text(base_folder, folder)
     except UnsupportedModelError as error:  # of the adapter: the base was registered
         report = examine(folder, digest, base_folder, plan, None)
-        return report if report.verdict == "refused" else _refused(report, str(error))
+        if report.verdict == "refused":
+            return report
+        return replace(report, verdict="refused", reason=str(error))
     why_not = why_unprobed(plan, mode)
     if why_not is not None:
         report = examine(folder, digest, base_folder, plan, None, why_not)
@@ -98,10 +100,6 @@ def _tokens(
     tokens = tokenize(text, prompts)
     check_given(tokens, folder, read_model_config(base_folder))
     return tokens
-
-
-def _refused(report: EffectReport, reason: str) -> EffectReport:
-    return replace(report, verdict="refused", reason=reason)
 
 
 def record(

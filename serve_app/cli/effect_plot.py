@@ -39,9 +39,10 @@ def norms_svg(report: EffectReport, title: str) -> str:
         figure = Figure(figsize=(9, 2.2 + 0.3 * len(kinds)), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, parse_math=False)
         axes = figure.add_subplot()
-        axes.set_title(
-            f"{summary(report)}\n{_legend(is_relative)}", loc="left", fontsize=9, parse_math=False
-        )
+        share = ", as a share of the weight's own norm" if is_relative else ""
+        legend = f"Frobenius norm of the change of each weight{share}"
+        heading = f"{summary(report)}\n{legend}"
+        axes.set_title(heading, loc="left", fontsize=9, parse_math=False)
         axes.set(xlim=(-0.5, num_layers - 0.5), ylim=(max(1, len(kinds)), 0), xlabel="layer")
         axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -102,8 +103,3 @@ def _cell(
         return Rectangle((layer - 0.5, row), 0.95, 0.95, color=_NOT_ADAPTED)
     fill = scale.to_rgba(np.asarray(values[norm.module])) if norm.delta else _NO_CHANGE
     return Rectangle((layer - 0.5, row), 0.95, 0.95, facecolor=fill, gid=norm.module)
-
-
-def _legend(is_relative: bool) -> str:
-    norm = "Frobenius norm of the change of each weight"
-    return f"{norm}, as a share of the weight's own norm" if is_relative else norm

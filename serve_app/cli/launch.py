@@ -210,7 +210,8 @@ def stop(
             del remaining[0]  # Serve has stopped: only Ray's own processes are left
     for number, patience_s in remaining:
         for pid in session_processes(session):
-            _send(pid, number)
+            with suppress(ProcessLookupError):  # the process ended meanwhile
+                os.kill(pid, number)
         # The poll reaps the child itself: a zombie must not be waited for.
         if _wait_for(lambda: child.has_ended() and not session_processes(session), patience_s):
             break
@@ -256,8 +257,3 @@ def _wait_for(
             return False
         time.sleep(0.05)
     return True
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # the process ended meanwhile
-        os.kill(pid, number)

@@ -5,7 +5,7 @@ registration leaves no trace; an adapter without effect is refused.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from engine.checks.effect_report import EffectReport
 from engine.checks.moved_scales import FOLDED_FOR, fold_adapter
 from engine.checks.parity import check_parity
 from engine.checks.validation import (
-    AdapterReport,
     ConversionLimits,
     Notice,
     check_adapter,
@@ -142,7 +141,10 @@ def register_adapter(
             name,
             # The version that was checked, even if an alias moved since.
             base=f"{found.name}@{found.version}",
-            facts=_facts(report, servable.words),
+            facts=AdapterFacts(
+                *(report.rank, report.targets, report.num_parameters, report.is_noop),
+                *("; ".join(servable.words), report.invocation),
+            ),
             alias=alias,
             effect=effect.record(found_out, name, found),
             progress=progress,
@@ -194,17 +196,6 @@ def _find_base(registry: Registry, name: str, base: str) -> BaseVersion:
         ) from error
 
 
-def _facts(report: AdapterReport, words: Sequence[str]) -> AdapterFacts:
-    return AdapterFacts(
-        report.rank,
-        report.targets,
-        report.num_parameters,
-        report.is_noop,
-        "; ".join(words),
-        report.invocation,
-    )
-
-
 def _notice(progress: Progress) -> Notice:
     def show(minutes: float, done: int, total: int) -> None:
         if minutes >= _NOTICED_MINUTES:  # its unit is bytes: a module counts as one
@@ -231,7 +222,8 @@ def _check_lineage(
     is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
     if unquantized_base is None:
         if not is_folded and not force:
-            check_trained_on(_trained_on(folder), base, "to register it anyway: --force")
+            trained_on = _field(folder / "adapter_config.json", "base_model_name_or_path")
+            check_trained_on(trained_on, base, "to register it anyway: --force")
     elif has_parity:
         raise RegistrationError(
             "--parity is not for --unquantized-base: PEFT reads the adapter before it is folded"
@@ -278,10 +270,6 @@ def _known_as(folder: Path) -> tuple[str, ...]:
     named = _field(folder / "config.json", "_name_or_path")
     keys = dict.fromkeys(model_key(name) for name in (str(folder.resolve()), named))
     return tuple(key for key in keys if key and "," not in key)
-
-
-def _trained_on(folder: Path) -> str:
-    return _field(folder / "adapter_config.json", "base_model_name_or_path")
 
 
 def _field(path: Path, name: str) -> str:

@@ -5,14 +5,9 @@ EngineConfig. The string below a field is its description: `docs/configuration.m
 from them.
 """
 
-from serve_app.config.environment import ADMIN_TOKEN as ADMIN_TOKEN
-from serve_app.config.environment import ARTIFACT_ROOT as ARTIFACT_ROOT
-from serve_app.config.environment import ARTIFACT_SCHEMES as ARTIFACT_SCHEMES
-from serve_app.config.environment import DATABASE_URL as DATABASE_URL
 from serve_app.config.environment import FRONT_LIMITS as FRONT_LIMITS
 from serve_app.config.environment import KEY_PEPPER as KEY_PEPPER
 from serve_app.config.environment import LOG_FORMAT as LOG_FORMAT
-from serve_app.config.environment import TRACKING_URI as TRACKING_URI
 from serve_app.config.environment import WEBHOOK_SECRET as WEBHOOK_SECRET
 from serve_app.config.environment import artifact_root as artifact_root
 from serve_app.config.environment import artifact_schemes as artifact_schemes
@@ -32,12 +27,10 @@ from serve_app.config.models import MigrationArgs as MigrationArgs
 from serve_app.config.models import ModelArgs as ModelArgs
 from serve_app.config.models import RouterArgs as RouterArgs
 from serve_app.config.models import base_name as base_name
-from serve_app.config.models import default_aliases as default_aliases
 from serve_app.config.platform import OTLP_EXPORTER as OTLP_EXPORTER
 from serve_app.config.platform import CanaryArgs as CanaryArgs
 from serve_app.config.platform import FairnessArgs as FairnessArgs
 from serve_app.config.platform import IngressArgs as IngressArgs
-from serve_app.config.platform import IngressScalingArgs as IngressScalingArgs
 from serve_app.config.platform import LoggingArgs as LoggingArgs
 from serve_app.config.platform import MetricsArgs as MetricsArgs
 from serve_app.config.platform import PlatformArgs as PlatformArgs
@@ -50,4 +43,5 @@ from serve_app.config.tenancy import PriceArgs as PriceArgs
 from serve_app.config.tenancy import TenancyArgs as TenancyArgs
 from serve_app.config.values import close_match as close_match
 from serve_app.config.values import in_words as in_words
+from serve_app.home import ADMIN_TOKEN as ADMIN_TOKEN
 from serve_app.home import default_home as default_home

@@ -14,9 +14,8 @@ from pathlib import Path
 from registry.sources import check_listed
 from serve_app.config.platform import IngressArgs, RegistryArgs
 from serve_app.config.tenancy import TenancyArgs
-from serve_app.home import default_home
+from serve_app.home import ADMIN_TOKEN, default_home
 
-ADMIN_TOKEN = "LORAPLEX_ADMIN_TOKEN"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 ARTIFACT_ROOT = "LORAPLEX_ARTIFACT_ROOT"  # for commands that read no file
 ARTIFACT_SCHEMES = "LORAPLEX_ARTIFACT_SCHEMES"  # for commands that read no file

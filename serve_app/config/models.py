@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engine.config import EngineConfig
 from engine.types import SpeculationMode
-from registry.catalog import DefaultAliases
 from serve_app.config.values import AliasName, Args, Bytes, RangeArgs, ScaledArgs
 from serve_app.routing.policies import check_policy
 from serve_app.text.response_template import Family
@@ -245,15 +243,3 @@ FRONT_SETTINGS = frozenset(
 def base_name(model: ModelArgs) -> str:
     """Returns the registered name without alias and version."""
     return model.name.partition("@")[0]
-
-
-def default_aliases(everywhere: str, models: Iterable[ModelArgs]) -> DefaultAliases:
-    """Returns the aliases of bare names, per base. If a base has several, its first alias counts.
-
-    `everywhere`: the alias of the bases without one of their own.
-    """
-    own: dict[str, str] = {}
-    for model in models:
-        if model.alias is not None:
-            own.setdefault(base_name(model), model.alias)
-    return DefaultAliases(everywhere, tuple(sorted(own.items())))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Any, Protocol, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -150,13 +150,6 @@ class RangeArgs(Args):
         return self
 
 
-class _Range(Protocol):
-    @property
-    def min_replicas(self) -> int: ...
-    @property
-    def max_replicas(self) -> int: ...
-
-
 class ScaledArgs(Args):
     """A deployment with a number of replicas, fixed or scaled automatically."""
 
@@ -176,7 +169,7 @@ class ScaledArgs(Args):
 
     @model_validator(mode="after")
     def _starts_within_its_range(self) -> Self:
-        scaling: _Range | None = getattr(self, "autoscaling", None)
+        scaling: RangeArgs | None = getattr(self, "autoscaling", None)
         if scaling is None or scaling.min_replicas <= self.replicas <= scaling.max_replicas:
             return self
         raise ValueError(

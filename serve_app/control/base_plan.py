@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from pydantic import ValidationError
 
-from registry.catalog import Catalog
+from registry.catalog import Catalog, DefaultAliases
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import parse_reference
-from serve_app.config import FRONT_SETTINGS, ModelArgs, default_aliases, in_words
+from serve_app.config import FRONT_SETTINGS, ModelArgs, base_name, in_words
 from serve_app.platform_view import BaseSource, BaseSpec
 from serve_app.routing.policies import POLICIES
 
@@ -90,16 +90,16 @@ def plan(models: Sequence[ModelArgs], catalog: Catalog, cluster_has_gpu: bool) -
 def with_aliases(catalog: Catalog, everywhere: str, models: Sequence[ModelArgs]) -> Catalog:
     """Returns the catalog with the aliases of bare names on a server with these models of its file.
 
-    `everywhere`: the alias of the bases without one of their own.
+    `everywhere`: the alias of the bases without one of their own. If a base has several, its first
+    alias counts.
     """
-    aliases = default_aliases(everywhere, configured(models, catalog))
-    return replace(catalog, default_aliases=aliases)
-
-
-def configured(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:
-    """The models of the file and of the settings, each by its registered name."""
     models = resolved(models, catalog)
-    return [*models, *_settings(catalog, file_names(models))[0]]
+    own: dict[str, str] = {}
+    for model in (*models, *_settings(catalog, file_names(models))[0]):
+        if model.alias is not None:
+            own.setdefault(base_name(model), model.alias)
+    aliases = DefaultAliases(everywhere, tuple(sorted(own.items())))
+    return replace(catalog, default_aliases=aliases)
 
 
 def resolved(models: Sequence[ModelArgs], catalog: Catalog) -> list[ModelArgs]:

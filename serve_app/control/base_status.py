@@ -97,28 +97,23 @@ def state_of(app: ApplicationStatusOverview | None) -> tuple[BaseState, str]:
     if runs(app):
         return "running", ""
     state: BaseState = "failed" if app.status == "DEPLOY_FAILED" else "starting"
-    return state, failure_reason(_messages(app))
+    return state, start_error(_messages(app))[1]
 
 
 def is_refused(app: ApplicationStatusOverview | None) -> bool:
     """Returns True if the start failed because the engine refuses the base with its settings."""
     if app is None or app.status != "DEPLOY_FAILED" or runs(app):
         return False
-    return _error(_messages(app))[0].endswith(_REFUSAL)
-
-
-def failure_reason(messages: Sequence[str]) -> str:
-    """The error that ended a start, from Serve's messages with their traceback; "" if they contain
-    none."""
-    return _error(messages)[1]
+    return start_error(_messages(app))[0].endswith(_REFUSAL)
 
 
 def _messages(app: ApplicationStatusOverview) -> list[str]:
     return [app.message, *(deployment.message for deployment in app.deployments.values())]
 
 
-def _error(messages: Sequence[str]) -> tuple[str, str]:
-    """Returns the class and the words of an error in Serve's messages."""
+def start_error(messages: Sequence[str]) -> tuple[str, str]:
+    """Returns the class and the words of the error that ended a start, from Serve's messages with
+    their traceback; empty if they contain none."""
     for message in reversed(messages):
         for line in reversed(message.splitlines()):
             if (found := _ERROR_LINE.match(line)) is not None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import inf
 
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
@@ -55,14 +56,6 @@ _HANDOVER_S, _HANDOVER_MAX_S = 0.5, 10.0
 _FIRST_REPORT_S = 3.0  # a new manager waits this long for an ingress to report which bases sleep
 
 
-@dataclass(frozen=True, slots=True)
-class _FailedStart:
-    """An application that Serve refused to deploy."""
-
-    reason: str
-    at_s: float
-
-
 class Fleet:
     """All methods belong to the event loop."""
 
@@ -77,7 +70,8 @@ class Fleet:
         self._failed_s: dict[str, float] = {}  # since when an application is DEPLOY_FAILED
         self._unwanted_s: dict[str, float] = {}  # since when an application is replaced
         self._seen: dict[str, BaseSpec] = {}  # every spec that this manager planned, by application
-        self._failed_starts: dict[str, _FailedStart] = {}  # by application
+        # By application that Serve refused to deploy: why, and when.
+        self._failed_starts: dict[str, tuple[str, float]] = {}
         self._refused: dict[str, str] = {}  # by base: why its setting is not followed
 
     async def restore_sleep(self) -> None:
@@ -106,7 +100,6 @@ class Fleet:
             if runs(app):
                 self.starts.end(spec.app_name, spec.base.name, now_s, is_cold=is_cold)
         await self._start(wanted.specs, status, now_s)
-        await self._stop_sleepers(wanted.specs, status)
         bases = tuple(self._served(spec, status) for spec in wanted.specs)
         old = self._stand_ins(bases, catalog, status)
         replaced = {base.replaced_by for base in old}
@@ -120,10 +113,13 @@ class Fleet:
         return served
 
     async def _start(self, specs: Sequence[BaseSpec], status: ServeStatus, now_s: float) -> None:
+        """Starts the applications that are missing, and stops those of bases that sleep."""
         for spec in specs:
-            if self.sleep.phase(spec.base.digest) == "asleep":
-                continue
             app = status.applications.get(spec.app_name)
+            if self.sleep.phase(spec.base.digest) == "asleep":
+                if app is not None:
+                    await self._delete(spec.app_name, app)
+                continue
             if app is not None and app.status == "DEPLOY_FAILED":
                 if now_s - self._failed_s.setdefault(spec.app_name, now_s) < _RETRY_FAILED_S:
                     self.starts.drop(spec.app_name)
@@ -131,8 +127,8 @@ class Fleet:
                 del self._failed_s[spec.app_name]
             elif app is not None:
                 continue
-            known = self._failed_starts.get(spec.app_name)
-            if known is not None and now_s - known.at_s < _RETRY_FAILED_S:
+            _, tried_s = self._failed_starts.get(spec.app_name, ("", -inf))
+            if now_s - tried_s < _RETRY_FAILED_S:
                 continue
             logger.info("starting %s", spec.app_name)
             try:
@@ -152,12 +148,12 @@ class Fleet:
     def _note_failed_start(self, app_name: str, reason: str, now_s: float) -> None:
         reason = reason[:_MAX_REASON_CHARS]
         known = self._failed_starts.get(app_name)
-        if known is None or known.reason != reason:
+        if known is None or known[0] != reason:
             logger.error(
                 "%s cannot be started: %s (it is tried again every %.0f s)",
                 *(app_name, reason, _RETRY_FAILED_S),
             )
-        self._failed_starts[app_name] = _FailedStart(reason, now_s)
+        self._failed_starts[app_name] = reason, now_s
 
     def _note_progress(self) -> None:
         self.progress_s = asyncio.get_running_loop().time()
@@ -169,12 +165,6 @@ class Fleet:
             if self._refused.get(name) != reason:
                 logger.error("base %s is refused: %s", name, reason)
         self._refused = refused
-
-    async def _stop_sleepers(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:
-        for spec in specs:
-            app = status.applications.get(spec.app_name)
-            if self.sleep.phase(spec.base.digest) == "asleep" and app is not None:
-                await self._delete(spec.app_name, app)
 
     async def _remove_unwanted(
         self, wanted_names: set[str], wanted: Plan, status: ServeStatus, now_s: float
@@ -208,7 +198,7 @@ class Fleet:
         is_asleep = phase in ("draining", "asleep")
         state, message = state_of(app)
         if app is None and (failure := self._failed_starts.get(spec.app_name)) is not None:
-            state, message = "failed", failure.reason
+            state, message = "failed", failure[0]
         if is_asleep:
             state, message = "asleep", ""
         return ServedBase(

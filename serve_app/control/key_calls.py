@@ -62,17 +62,14 @@ class KeyCalls:
     _limits: KeyLimits | None
 
     async def key_delta(self, known: str, timeout_s: float) -> KeyDelta | None:
-        """See `KeyService.delta`."""
         return await _opened(self._keys).delta(known, timeout_s)
 
     @refusing
     async def order_key(self, order: KeyOrder) -> tuple[KeyLine, str]:
-        """See `KeyService.order`."""
         return await _opened(self._keys).order(order)
 
     @refusing
     async def revoke_keys(self, actor: str, references: Sequence[str]) -> list[str]:
-        """See `KeyService.revoke`."""
         return await _opened(self._keys).revoke(actor, references)
 
     @refusing
@@ -91,16 +88,13 @@ class KeyCalls:
         return await _opened(self._keys).acts(limit, before_id)
 
     async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
-        """See `Leases.grant`."""
         return _opened(self._limits).grant(request)
 
     async def record_usage(self, batch: UsageBatch) -> bool:
-        """See `UsageBook.record`."""
         return await _opened(self._limits).book.record(batch)
 
     @refusing
     async def usage(self, query: UsageQuery) -> list[UsageGroup]:
-        """See `UsageBook.groups`."""
         return await _opened(self._limits).book.groups(query)
 
 

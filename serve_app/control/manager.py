@@ -41,8 +41,7 @@ from serve_app.control.fleet import Fleet
 from serve_app.control.ingress_totals import IngressTotals
 from serve_app.control.key_calls import KeyCalls, KeyLimits, open_keys
 from serve_app.control.series import Series
-from serve_app.control.stored_catalog import StoredCatalog
-from serve_app.control.watcher import Watcher, register_webhook
+from serve_app.control.watcher import StoredCatalog, Watcher, register_webhook
 from serve_app.logs import install_in_replica
 from serve_app.messages import (
     AdapterChange,

@@ -22,6 +22,7 @@ from registry.events import KINDS, Change, changes
 from serve_app.config import WEBHOOK_SECRET, secret
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.platform_view import RegistryReader
+from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ MIN_PAUSE_S = 0.1  # between two reads, however often it is woken
 _MAX_BACKOFF = 10  # intervals
 _MAX_BACKOFF_S = 30.0
 _WEBHOOK_RETRY_S = 60.0
+# Time for a first answer of the registry, once it is open; then the stored catalog is used.
+REGISTRY_WAIT_S = 5.0
+_RETRY_S = 30.0  # after a catalog that could not be written
 _SHOWN_CHANGES = 20  # logged of one snapshot
 
 
@@ -128,15 +132,12 @@ class Watcher:
 
     def _succeed(self, fresh: Catalog) -> None:
         self.last_success_s = time.time()
-        if self.error is not None and not self._num_failures:  # it was only slow at the start
-            self.error = None
-            self.changed.set()
-        elif self.error is not None:
-            logger.info(
-                "the registry can be read again after %.0f s and %d failed reads",
-                time.monotonic() - self._failing_since_s,
-                self._num_failures,
-            )
+        if self.error is not None:
+            if self._num_failures:  # otherwise it was only slow at the start
+                logger.info(
+                    "the registry can be read again after %.0f s and %d failed reads",
+                    *(time.monotonic() - self._failing_since_s, self._num_failures),
+                )
             self.error = None
             self._num_failures = 0
             self.changed.set()
@@ -169,6 +170,70 @@ class Watcher:
         doubled_s = interval_s * 2.0 ** min(self._num_failures - 1, 10)
         # Up to half is random: servers that lost a registry at the same time return apart.
         return min(limit_s, doubled_s) * random.uniform(0.5, 1.0)
+
+
+class StoredCatalog:
+    """The last good catalog on this node's disk, with which a manager starts while the registry is
+    down. The disk is read and written in threads."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._opened_s: float | None = None  # when the registry was opened, the loop's clock
+        self._has_read = False
+        self._stored: Catalog | None = None  # as on disk
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        return self._stored is self._watcher.catalog and self._writing is None
+
+    async def start(self, registry: RegistryReader) -> None:
+        """Gives the watcher the stored catalog if the registry fails or does not answer. Called
+        until the watcher has a catalog."""
+        if self._has_read:
+            return
+        watcher, now_s = self._watcher, asyncio.get_running_loop().time()
+        if self._opened_s is None:
+            self._opened_s = now_s
+        if watcher.error is None and now_s - self._opened_s < REGISTRY_WAIT_S:
+            return
+        self._has_read = True
+        stored = await asyncio.to_thread(registry.stored_catalog)
+        why = watcher.error or f"no answer for {REGISTRY_WAIT_S:g} s"
+        if stored is None:
+            logger.error(
+                "the registry does not answer and this node has stored no catalog of it: nothing "
+                "is served until it answers (%s)",
+                why,
+            )
+        elif watcher.catalog is None:
+            logger.warning(
+                "the registry does not answer, starting with the stored catalog: %s", why
+            )
+            self._stored = stored
+            watcher.start_with(stored)
+
+    def keep(self, registry: RegistryReader) -> None:
+        """Begins to write the watcher's catalog if it is new and no write runs. Returns at once."""
+        catalog = self._watcher.catalog
+        is_news = catalog is not self._stored and self._watcher.error is None
+        # A catalog without a base would serve no model.
+        if catalog is None or not catalog.bases or not is_news or self._writing is not None:
+            return
+        self._stored = catalog
+        self._writing = spawn(self._write(registry, catalog), "store-catalog")
+
+    async def _write(self, registry: RegistryReader, catalog: Catalog) -> None:
+        try:
+            await asyncio.to_thread(registry.store_catalog, catalog)
+        except Exception:  # e.g. a full disk: retried later, not in each round
+            logger.exception(
+                "the catalog could not be stored; it is tried again in %.0f s", _RETRY_S
+            )
+            await asyncio.sleep(_RETRY_S)
+            self._stored = None
+        finally:
+            self._writing = None
 
 
 async def register_webhook(registry: RegistryReader, url: str) -> None:

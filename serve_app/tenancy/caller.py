@@ -30,9 +30,7 @@ class KeyPolicy:
     tokens_per_day: int | None = None  # calendar days and months in UTC
     tokens_per_month: int | None = None
     max_tokens: int | None = None  # of one answer
-    lowest_priority: int | None = (
-        None  # the smallest value that a request may ask for (0 is normal)
-    )
+    lowest_priority: int | None = None  # that a request may ask for; 0 is normal
 
     def allows(self, names: tuple[str, ...]) -> bool:
         """Returns True if a glob matches one of the names of a model."""

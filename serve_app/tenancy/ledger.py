@@ -102,14 +102,10 @@ class Ledger:
         with self._store.transaction() as connection:
             selected = select(*columns, *priced, *sums).where(is_in)
             for row in connection.execute(selected.group_by(*columns, *priced)):
-                values, (base, rank), numbers = (
-                    tuple(row[: len(columns)]),
-                    row[len(columns) : len(columns) + 2],
-                    row[len(columns) + 2 :],
-                )
-                requests, prompt, cached, output = map(int, numbers[:-1])
-                usage = Usage(requests, prompt, cached, output, float(numbers[-1]))
-                known, costs = found[values]
+                *values, base, rank, requests, prompt, cached, output, engine_ms = row
+                usage = Usage(int(requests), int(prompt), int(cached), int(output))
+                usage.engine_ms = float(engine_ms)
+                known, costs = found[tuple(values)]
                 known.add(usage)
                 costs.append(cost(usage, prices.get(base) or prices.get("*"), rank))
         return [

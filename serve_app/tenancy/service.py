@@ -19,6 +19,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from msgspec.structs import asdict
+
 from serve_app.admin_api import KeyLine
 from serve_app.errors import ApiError, ConflictError, ServiceUnavailableError
 from serve_app.tasks import keep
@@ -328,8 +330,7 @@ def line_of(key: StoredKey) -> KeyLine:
 
 
 def _shown(key: StoredKey) -> Json:
-    line = line_of(key)
-    return {name: getattr(line, name) for name in KeyLine.__struct_fields__}
+    return asdict(line_of(key))
 
 
 def shown_time(time_s: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from serve_app.cli.commands.common import Failure
+from serve_app.home import ADMIN_TOKEN, default_home, kept_token
 
 _TIMEOUT_S = 120.0  # a preload may fetch an adapter first
 
@@ -28,9 +29,7 @@ def call_server(
     import httpx
     import msgspec
 
-    from serve_app.cli.admin_token import kept_token
     from serve_app.cli.commands.client import refusal, server_errors
-    from serve_app.config import ADMIN_TOKEN, default_home
 
     token = kept_token(default_home())
     if token is None:

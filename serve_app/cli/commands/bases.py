@@ -37,15 +37,8 @@ def list_bases(url: Url = DEFAULT_URL, json: Json = False) -> None:
     )
     for line in lines:
         version = "" if line.version is None else str(line.version)
-        table.add_row(
-            line.name,
-            version,
-            line.state,
-            _replicas(line),
-            line.source,
-            _seconds(line.idle_s),
-            _seconds(line.start_s),
-        )
+        times = _seconds(line.idle_s), _seconds(line.start_s)
+        table.add_row(line.name, version, line.state, _replicas(line), line.source, *times)
     print_table(table)
     for line in lines:
         if line.message:

@@ -93,15 +93,10 @@ def _print(canary: CanaryStatus) -> None:
         table = Table("arm", "version", "weight", "requests", "failed", "empty", "TTFT", box=None)
         for arm in canary.arms:
             outcomes = arm.outcomes
-            table.add_row(
-                arm.arm,
-                str(arm.version),
-                f"{arm.weight:g}",
-                str(sum(outcomes.values())),
-                str(outcomes.get("error", 0) + outcomes.get("non_finite", 0)),
-                str(outcomes.get("empty", 0)),
-                _first_token(arm),
-            )
+            failed = outcomes.get("error", 0) + outcomes.get("non_finite", 0)
+            counts = map(str, (sum(outcomes.values()), failed, outcomes.get("empty", 0)))
+            version, weight = str(arm.version), f"{arm.weight:g}"
+            table.add_row(arm.arm, version, weight, *counts, _first_token(arm))
         print_table(table)
     for problem in canary.problems:
         console.print(Text(f"not used: {problem}", style="yellow"), soft_wrap=True)

@@ -55,13 +55,18 @@ def doctor(
     ranks: int,
     json: bool,
 ) -> None:
-    if memory_gib is not None and base is None:
-        raise Failure(f"--memory is {memory_gib:g}: it is for --base FOLDER, which is missing")
-    _check_setting("--quantization", quantization, get_args(QuantizationSetting), base)
-    _check_setting("--kv-cache-dtype", kv_cache_dtype, get_args(KVCacheDtype), base)
-    _check_setting("--lora-dtype", lora_dtype, get_args(LoraDtype), base)
-    if ranks != 1 and base is None:
-        raise Failure(f"--ranks is {ranks}: it is for --base FOLDER, which is missing")
+    for option, value, known in (
+        ("--memory", None if memory_gib is None else f"{memory_gib:g}", ()),
+        ("--quantization", quantization, get_args(QuantizationSetting)),
+        ("--kv-cache-dtype", kv_cache_dtype, get_args(KVCacheDtype)),
+        ("--lora-dtype", lora_dtype, get_args(LoraDtype)),
+        ("--ranks", None if ranks == 1 else str(ranks), ()),
+    ):
+        if value is not None and base is None:
+            raise Failure(f"{option} is {value}: it is for --base FOLDER, which is missing")
+        if value is not None and known and value not in known:
+            match = config.close_match(value, known)
+            raise Failure(f"{option} is {value}: known are {', '.join(known)}{match}")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -92,17 +97,6 @@ def doctor(
     if failed:
         what = "loraplex can serve here" if base is None else "loraplex can serve this base"
         raise Failure(f"{failed} of these must be put right before {what}")
-
-
-def _check_setting(
-    option: str, value: str | None, known: tuple[str, ...], base: Path | None
-) -> None:
-    if value is not None and base is None:
-        raise Failure(f"{option} is {value}: it is for --base FOLDER, which is missing")
-    if value is not None and value not in known:
-        raise Failure(
-            f"{option} is {value}: known are {', '.join(known)}{config.close_match(value, known)}"
-        )
 
 
 def _base(

@@ -95,18 +95,13 @@ def list_keys(
     if json:
         print_json({"keys": lines})
         return
-    table = Table("id", "alias", "tenant", "models", "scopes", "limits", "expires", box=None)
+    columns = ("id", "alias", "tenant", "models", "scopes", "limits", "expires")
+    table = Table(*columns, box=None)
     for line in lines:
-        cells = (
-            line.token_id,
-            line.key_alias or "",
-            line.team_id,
-            " ".join(line.models),
-            " ".join(line.scopes),
-            ", ".join(f"{words} {value}" for words, value in _limits(line)),
-            line.expires or "never",
-        )
-        table.add_row(*map(Text, cells))  # the brackets of a glob are no markup
+        limits = ", ".join(f"{words} {value}" for words, value in _limits(line))
+        facts = _facts(line) | {"limits": limits}
+        # The brackets of a glob are no markup.
+        table.add_row(*(Text(facts[name]) for name in columns))
     print_table(table)
 
 
@@ -121,18 +116,10 @@ def info(key: Key, url: Url = DEFAULT_URL, json: Json = False) -> None:
     if json:
         print_json(line)
         return
-    facts = [
-        ("id", line.token_id),
-        ("alias", line.key_alias or ""),
-        ("tenant", line.team_id),
-        ("models", " ".join(line.models)),
-        ("scopes", " ".join(line.scopes)),
-        ("created", line.created_at),
-        ("expires", line.expires or "never"),
-    ]
+    facts = _facts(line)
     if line.previous_secret_until is not None:
-        facts.append(("former secret until", line.previous_secret_until))
-    print_facts([*facts, *((words, str(value)) for words, value in _limits(line))])
+        facts["former secret until"] = line.previous_secret_until
+    print_facts((facts | {words: str(value) for words, value in _limits(line)}).items())
 
 
 @app.command()
@@ -164,6 +151,18 @@ def _print_new(url: str, path: str, body: Mapping[str, object], json: bool) -> N
         return
     console.print(line.key, markup=False, highlight=False, soft_wrap=True)
     console.print("[dim]It is shown this once; the server keeps only its hash.[/]")
+
+
+def _facts(line: KeyLine) -> dict[str, str]:
+    return {
+        "id": line.token_id,
+        "alias": line.key_alias or "",
+        "tenant": line.team_id,
+        "models": " ".join(line.models),
+        "scopes": " ".join(line.scopes),
+        "created": line.created_at,
+        "expires": line.expires or "never",
+    }
 
 
 def _limits(line: KeyLine) -> list[tuple[str, int]]:

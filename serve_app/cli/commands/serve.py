@@ -29,14 +29,13 @@ from registry.entities import BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import config, logs
 from serve_app.cli import launch
-from serve_app.cli.admin_token import ensure_token
 from serve_app.cli.commands.client import LOADING, REFUSED, WAITING, list_served, ready_status
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo import EXAMPLES
 from serve_app.cli.signatures.options import LogFormat
 from serve_app.control.cached_registry import stored_catalog_file
-from serve_app.home import prepare
+from serve_app.home import ensure_token, prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
@@ -100,7 +99,8 @@ def _check_bases(wanted: ServeFile) -> None:
             catalog: Catalog | None = _look_briefly(wanted.args.registry)
         except RegistryError as error:
             answers = False
-            catalog = _stored(wanted.args.registry)
+            uri = config.tracking_uri(wanted.args.registry)
+            catalog = stored_catalog_file(config.cache_folder(), uri).read()
             then = (
                 "the server waits for it: no catalog of it is stored here"
                 if catalog is None
@@ -183,10 +183,6 @@ def _look_briefly(args: config.RegistryArgs) -> Catalog:
     return found
 
 
-def _stored(args: config.RegistryArgs) -> Catalog | None:
-    return stored_catalog_file(config.cache_folder(), config.tracking_uri(args)).read()
-
-
 def _run(
     wanted: ServeFile, child: launch.Child, token: str, signals: Signals, timeout_s: float
 ) -> bool:
@@ -196,7 +192,8 @@ def _run(
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
         while not signals:
             _check_alive(child)
-            _check_deployed(child)
+            if (name := launch.failed_application(launch.log_text(child))) is not None:
+                _fail(child, f"Ray Serve could not deploy the application {name!r}")
             words = ready_status(client, wanted.url)
             if words is None:
                 break
@@ -263,11 +260,6 @@ def drain(
 def _check_alive(child: launch.Child) -> None:
     if child.has_ended():
         _fail(child, f"The server ended with exit code {child.process.returncode}")
-
-
-def _check_deployed(child: launch.Child) -> None:
-    if (name := launch.failed_application(launch.log_text(child))) is not None:
-        _fail(child, f"Ray Serve could not deploy the application {name!r}")
 
 
 def _fail(child: launch.Child, reason: str) -> None:

@@ -88,29 +88,17 @@ class ApiError(Exception):
         return self.message
 
     def body(self) -> bytes:
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.type,
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        names = ("message", "type", "param", "code")
+        return msgspec.json.encode({"error": {name: getattr(self, name) for name in names}})
 
     def anthropic_body(self) -> bytes:
         """Returns the body in the shape of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         if self.status >= 500:
             kind = "overloaded_error" if self.should_retry else "api_error"
-        return msgspec.json.encode(
-            {
-                "type": "error",
-                "error": {"type": kind, "message": self.message},
-                "request_id": None,  # the header `request-id` has it
-            }
-        )
+        error = {"type": kind, "message": self.message}
+        # The header `request-id` has the id.
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": None})
 
     def headers(self) -> dict[str, str]:
         headers = {SHOULD_RETRY: "true" if self.should_retry else "false"}

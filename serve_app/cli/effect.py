@@ -69,11 +69,8 @@ def prove(
             return report
         return replace(report, verdict="refused", reason=str(error))
     why_not = why_unprobed(plan, mode)
-    if why_not is not None:
-        report = examine(folder, digest, base_folder, plan, None, why_not)
-    else:
-        tokens = _tokens(folder, base_folder, prompts)
-        report = examine(folder, digest, base_folder, plan, tokens)
+    tokens = None if why_not else _tokens(folder, base_folder, prompts)
+    report = examine(folder, digest, base_folder, plan, tokens, why_not or "")
     return replace(report, brings=brings)
 
 

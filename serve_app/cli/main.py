@@ -9,9 +9,9 @@ import atexit
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,32 +20,21 @@ from rich.text import Text
 from engine.errors import EngineError
 from registry.errors import RegistryError
 from serve_app import home
+from serve_app.cli import signatures
 from serve_app.cli.commands import adapters, bases, canary, keys
 from serve_app.cli.commands.common import Failure
+from serve_app.cli.commands.demo import demo
+from serve_app.cli.commands.models import models
 from serve_app.cli.commands.route import route
 from serve_app.cli.commands.usage import usage
-from serve_app.cli.signatures import clients, local, register
-from serve_app.cli.signatures.options import Group
+from serve_app.cli.options import Group
 
-_GROUPS = {
-    "register": register,
-    "bases": bases,
-    "adapters": adapters,
-    "canary": canary,
-    "keys": keys,
-}
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "serve": local.serve,
-    "demo": local.demo,
-    "check": local.check,
-    "models": local.models,
-    "route": route,
-    "chat": clients.chat,
-    "bench": clients.bench,
-    "doctor": local.doctor,
-    "warm": local.warm,
-    "usage": usage,
-}
+_ROOMS = frozenset({"serve_app", "engine", "lora", "kernels", "registry"})
+_COMMANDS = (
+    *(signatures.serve, demo, signatures.check, models, route, signatures.chat),
+    *(signatures.bench, signatures.doctor, signatures.warm, usage),
+)
+_GROUPS = (signatures.register, bases.app, adapters.app, canary.app, keys.app)
 
 
 def build() -> typer.Typer:
@@ -58,10 +47,10 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
-    for name, command in _COMMANDS.items():
-        app.command(name)(command)
-    for name, group in _GROUPS.items():
-        app.add_typer(group.app, name=name)
+    for command in _COMMANDS:
+        app.command()(command)
+    for group in _GROUPS:
+        app.add_typer(group)
     return app
 
 
@@ -72,10 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         build()(words, prog_name="loraplex")
+    except ModuleNotFoundError as error:  # an extra that is not installed
+        if error.name is None or error.name.partition(".")[0] in _ROOMS:
+            raise
+        _fail(f"This command needs the package {error.name}: pip install 'loraplex[demo]'")
     except (Failure, RegistryError, EngineError, OSError) as error:
         cause = home.cause(error) if isinstance(error, RegistryError | OSError) else ""
-        Console(stderr=True).print("[red]error:[/]", Text(f"{error}{cause}"), soft_wrap=True)
-        sys.exit(1)
+        _fail(f"{error}{cause}")
+
+
+def _fail(words: str) -> NoReturn:
+    Console(stderr=True).print("[red]error:[/]", Text(words), soft_wrap=True)
+    sys.exit(1)
 
 
 def _collect_less() -> None:

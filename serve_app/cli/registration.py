@@ -38,7 +38,7 @@ from serve_app.text.base_text import BaseText
 _REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
 
 # Of a converted adapter. In bfloat16, in which A and B are served, each number is off by 0.2 %.
-MAX_ERROR = 1e-3
+LIMITS = ConversionLimits(max_error=1e-3)
 
 _NOTICED_MINUTES = 0.1
 
@@ -102,21 +102,21 @@ def register_adapter(
     probe: effect.ProbeMode = "auto",
     allow_noop: bool = False,
     force: bool = False,
-    limits: ConversionLimits | None = None,
+    limits: ConversionLimits = LIMITS,
     parity: float | None = None,
     unquantized_base: Path | None = None,
     progress: Progress = no_progress,
 ) -> Registration[AdapterVersion]:
     """Registers an adapter. `base`: `name`, `name@alias` or `name@version`; its files come through
     the cache. `probe`: whether the base is run to measure the effect of the adapter. `force`:
-    accept an adapter whose configuration names another base. `limits`: the limits of a conversion
-    to LoRA; None: the limits by MAX_ERROR. `parity`: the largest difference of a logit to PEFT's;
-    None: it is not compared. `unquantized_base`: the folder of the base that the adapter was
-    trained on, from which the AWQ base was made; the adapter is folded, and registered for this AWQ
-    base alone."""
+    accept an adapter whose configuration names another base. `limits`: of a conversion to LoRA.
+    `parity`: the largest difference of a logit to PEFT's; None: it is not compared.
+    `unquantized_base`: the folder of the base that the adapter was trained on, from which the AWQ
+    base was made; the adapter is folded, and registered for this AWQ base alone."""
     _check_request(folder, "adapter_config.json", name, alias)
     found = _find_base(registry, name, base)
-    what = f"adapter {name!r} for base {found.name}@{found.version}"
+    checked = f"{found.name}@{found.version}"  # even if an alias moves meanwhile
+    what = f"adapter {name!r} for base {checked}"
     with _refused(what):
         _check_lineage(folder, found, unquantized_base, force, has_parity=parity is not None)
     base_folder = registry.fetch(found, cache, progress=progress)
@@ -130,28 +130,24 @@ def register_adapter(
             report = check_adapter(servable.folder, base_folder)
             if report.is_noop and not allow_noop:  # before a base is loaded
                 raise RegistrationError(f"{report.warnings[0]}{_REMEDY}")
-            found_out = effect.prove(servable.folder, name, base_folder, mode=probe)
-            if parity is not None and found_out.verdict != "refused":
-                found_out = effect.with_parity(
-                    found_out, servable.folder, folder, base_folder, parity
-                )
-        _check_effect(name, found_out, allow_noop)
+            proof = effect.prove(servable.folder, name, base_folder, mode=probe)
+            if parity is not None and proof.verdict != "refused":
+                proof = effect.with_parity(proof, servable.folder, folder, base_folder, parity)
+        _check_effect(name, proof, allow_noop)
         version = registry.register_adapter(
             servable.folder,
             name,
-            # The version that was checked, even if an alias moved since.
-            base=f"{found.name}@{found.version}",
+            base=checked,
             facts=AdapterFacts(
                 *(report.rank, report.targets, report.num_parameters, report.is_noop),
                 *("; ".join(servable.words), report.invocation),
             ),
             alias=alias,
-            effect=effect.record(found_out, name, found),
+            effect=effect.record(proof, name, found),
             progress=progress,
         )
-    return Registration(
-        version, (*servable.notes, *report.warnings, *found_out.warnings), found_out
-    )
+    warnings = (*servable.notes, *report.warnings, *proof.warnings)
+    return Registration(version, warnings, proof)
 
 
 class _Servable(NamedTuple):
@@ -167,12 +163,11 @@ def _make_servable(
     base_folder: Path,
     scratch: str,
     base: BaseVersion,
-    limits: ConversionLimits | None,
+    limits: ConversionLimits,
     unquantized_base: Path | None,
     progress: Progress,
 ) -> _Servable:
     """Converts an adapter of another kind to LoRA, and folds one of an AWQ base, in `scratch`."""
-    limits = limits or ConversionLimits(MAX_ERROR)
     made = convert_adapter(
         folder, base_folder, _new_folder(scratch, "lora"), limits, _notice(progress)
     )

@@ -86,20 +86,17 @@ def _with_bearer(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]], name: str) -> bytes | None:
     """Returns the key in the cookie of this name; None without one, or if it is malformed."""
-    for header, value in headers:
-        if header != b"cookie":
-            continue
-        for part in value.split(b";"):
-            given, _, text = part.strip().partition(b"=")
-            if given != name.encode():
-                continue
-            try:
-                key = base64.b64decode(text + b"=" * (-len(text) % 4), b"-_", validate=True)
-            except (binascii.Error, ValueError):
-                return None
-            # A line break would end the header that the key is put into.
-            return None if b"\r" in key or b"\n" in key else key
-    return None
+    cookies = (value for header, value in headers if header == b"cookie")
+    parts = (part.strip().partition(b"=") for value in cookies for part in value.split(b";"))
+    text = next((text for given, _, text in parts if given == name.encode()), None)
+    if text is None:
+        return None
+    try:
+        key = base64.b64decode(text + b"=" * (-len(text) % 4), b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    # A line break would end the header that the key is put into.
+    return None if b"\r" in key or b"\n" in key else key
 
 
 def _name(is_secure: bool) -> str:

@@ -9,14 +9,12 @@ from rich.table import Table
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import console, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
 if TYPE_CHECKING:
     from serve_app.admin_api import AdapterLine, AdapterResidency
 
-app = typer.Typer(
-    help="Where adapters are in memory, and what shall stay.", no_args_is_help=True, cls=Group
-)
+app = group("adapters", "Where adapters are in memory, and what shall stay.")
 
 Name = Annotated[str, typer.Argument(help="NAME, NAME@ALIAS or NAME@VERSION")]
 PinName = Annotated[str, typer.Argument(help="NAME; the pin follows what it means")]

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
 if TYPE_CHECKING:
     from serve_app.platform_view import BaseLine
 
-app = typer.Typer(help="Base models of a running server.", no_args_is_help=True, cls=Group)
+app = group("bases", "Base models of a running server.")
 
 Name = Annotated[str, typer.Argument(help="A registered base model")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done")]

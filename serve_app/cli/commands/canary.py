@@ -11,14 +11,12 @@ from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
 if TYPE_CHECKING:
     from serve_app.canary.status import ArmStatus, CanaryStatus
 
-app = typer.Typer(
-    help="Try a version of an adapter on a share of the requests.", no_args_is_help=True, cls=Group
-)
+app = group("canary", "Try a version of an adapter on a share of the requests.")
 
 Name = Annotated[str, typer.Argument(help="Adapter")]
 

@@ -13,16 +13,12 @@ from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import console, print_facts, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Group, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
 if TYPE_CHECKING:
     from serve_app.admin_api import KeyLine
 
-app = typer.Typer(
-    help="Keys of the clients of a running server (tenancy.enabled).",
-    no_args_is_help=True,
-    cls=Group,
-)
+app = group("keys", "Keys of the clients of a running server (tenancy.enabled).")
 
 _PAGE = 1000
 _WHOLE_KEY = re.compile(r"lpx_([a-z0-9]{10})_[\w-]{43}")

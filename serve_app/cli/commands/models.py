@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import httpx
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion
-from serve_app.cli.commands.client import served_models
 from serve_app.cli.commands.common import console, print_json, print_table
-from serve_app.cli.commands.store import open_registry
+from serve_app.cli.options import Json, Uri
 from serve_app.home import api_headers
+
+if TYPE_CHECKING:
+    from registry.catalog import Catalog
+    from registry.entities import AdapterVersion, BaseVersion
 
 _DIGEST_CHARS = 12
 
 
-def models(url: str | None, tracking_uri: str | None, json: bool) -> None:
+def models(
+    url: Annotated[str | None, typer.Option(help="Ask this running server")] = None,
+    tracking_uri: Uri = None,
+    json: Json = False,
+) -> None:
+    """List base models and their adapters."""
     if url is not None:
         _print_served(url.rstrip("/"), json)
         return
+    from serve_app.cli.commands.store import open_registry
+
     catalog = open_registry(tracking_uri).snapshot()
     if json:
         parts = ("bases", "adapters", "rejected", "dangling")
@@ -68,6 +78,10 @@ def _digest(version: BaseVersion | AdapterVersion) -> str:
 
 
 def _print_served(url: str, json: bool) -> None:
+    import httpx
+
+    from serve_app.cli.commands.client import served_models
+
     with httpx.Client(timeout=10, headers=api_headers()) as client:
         served = served_models(client, url)
     if json:

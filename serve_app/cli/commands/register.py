@@ -122,8 +122,7 @@ def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
     except ImportError as error:
         remedy = "pip install 'loraplex[demo]'"
         raise Failure(f"{path.name} needs the package {error.name}: {remedy}") from None
-    home = default_home()
-    prepare(home)
+    home = prepare(default_home())
     with TemporaryDirectory(prefix=".gguf.", dir=home) as scratch:
         folder = Path(scratch) / path.stem
         try:

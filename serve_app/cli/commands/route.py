@@ -9,7 +9,7 @@ from rich.table import Table
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url
 
 
 def route(

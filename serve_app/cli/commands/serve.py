@@ -33,7 +33,7 @@ from serve_app.cli.commands.client import LOADING, REFUSED, WAITING, list_served
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo import EXAMPLES
-from serve_app.cli.signatures.options import LogFormat
+from serve_app.cli.options import LogFormat
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.home import ensure_token, prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from serve_app.cli.commands.admin_client import call_admin
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.signatures.options import DEFAULT_URL, Json, Url
+from serve_app.cli.options import DEFAULT_URL, Json, Url
 
 if TYPE_CHECKING:
     from serve_app.admin_api import UsageLine, UsageLines

@@ -42,3 +42,8 @@ class Group(TyperGroup):
         if option is not None:
             option.default = False
         return option
+
+
+def group(name: str, words: str) -> typer.Typer:
+    """Returns a group of commands; `words` are its help."""
+    return typer.Typer(name=name, help=words, no_args_is_help=True, cls=Group)

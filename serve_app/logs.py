@@ -112,12 +112,11 @@ def as_json(line: str) -> str:
     plain = _ANSI.sub("", line)
     origin = _ORIGIN.match(plain)
     message = plain if origin is None else plain[origin.end() :]
-    fields: dict[str, object] = {}
     try:
         parsed = json.loads(message)
     except ValueError:
         parsed = None
-    fields |= parsed if isinstance(parsed, dict) else {"message": message}
+    fields: dict[str, object] = parsed if isinstance(parsed, dict) else {"message": message}
     if origin is not None:
         fields |= {"process": origin["process"], "pid": int(origin["pid"])}
     return json.dumps(fields)

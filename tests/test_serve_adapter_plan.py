@@ -10,13 +10,7 @@ from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from serve_app.control.adapter_plan import (
-    AdapterPlanner,
-    CatalogHistory,
-    extend,
-    plan_for,
-    plan_is_due,
-)
+from serve_app.control.adapter_plan import AdapterPlanner, plan_is_due
 from serve_app.control.broadcaster import Broadcaster
 from serve_app.messages import AdapterPlan
 
@@ -36,18 +30,18 @@ def catalog(*adapters: AdapterVersion, pinned: tuple[str, ...] = ()) -> Catalog:
     return Catalog((BASE, OTHER), adapters, settings=settings)
 
 
-def plan(history: CatalogHistory, base: BaseVersion = BASE, until_s: float = 100.0) -> AdapterPlan:
-    return plan_for(history, base.digest, "m", until_s)
+def plan(history: AdapterPlanner, base: BaseVersion = BASE, until_s: float = 100.0) -> AdapterPlan:
+    return history.plan_for(base.digest, until_s)
 
 
-def after(*catalogs: Catalog) -> CatalogHistory:
-    history = CatalogHistory()
+def after(*catalogs: Catalog) -> AdapterPlanner:
+    history = AdapterPlanner("m", 0.0)
     for now_s, one in enumerate(catalogs):
-        history = extend(history, one, float(now_s))
+        history.read(one, float(now_s))
     return history
 
 
-def retired(history: CatalogHistory) -> list[str]:
+def retired(history: AdapterPlanner) -> list[str]:
     return [digest for digest, _ in plan(history).retired]
 
 

@@ -74,9 +74,9 @@ class CanaryCommand:
                 f"version: expected {expected}, but the canary of {name!r} is {found.version}.",
                 "version",
             )
+        rolled_back = self.catalog.setting(name, ROLLED_BACK)
         reason = self.vetoes.get((name, found.digest))
-        if reason is None:
-            reason = _rollback_reason(self.catalog.setting(name, ROLLED_BACK), found.version)
+        reason = reason or _rollback_reason(rolled_back, found.version)
         if reason is not None:
             raise InvalidRequestError(
                 f"version: {found.version} was rolled back ({reason}); start it again first.",

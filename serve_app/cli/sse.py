@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from serve_app.cli.commands.client import ErrorText
+
 
 class _Delta(msgspec.Struct):
     content: str | None = None
@@ -24,14 +26,10 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: ErrorText | None = None
 
 
 class IncompleteStreamError(Exception):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from registry.errors import RegistryError
+from serve_app.control.adapter_plan import Key, key_of
 from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES = 3
 _PAUSE_S = 300.0  # after a check without a verdict
 
-Key = tuple[str, str]  # digests of the base and of the adapter
 Check = Callable[[AdapterVersion], None]
 
 
@@ -42,14 +42,12 @@ class AdapterChecks:
         unmeasured = [
             one for one in catalog.adapters if not one.effect and one.base_digest in bases
         ]
-        before, self._tries = self._tries, {}
+        self._tries = {key_of(one): self._tries.get(key_of(one), (0, 0.0)) for one in unmeasured}
         for one in unmeasured:
-            self._tries[_key(one)] = before.get(_key(one), (0, 0.0))
-        for one in unmeasured:
-            num_tries, next_s = self._tries[_key(one)]
+            num_tries, next_s = self._tries[key_of(one)]
             if num_tries < _MAX_TRIES and loop.time() >= next_s:
                 # Counted first: a check whose tags are lost or never read is not repeated for ever.
-                self._tries[_key(one)] = num_tries + 1, next_s
+                self._tries[key_of(one)] = num_tries + 1, next_s
                 self._task = spawn(self._run(one, check), "check-adapter")
                 return
 
@@ -60,14 +58,10 @@ class AdapterChecks:
             logger.info("%s was checked; the verdict is in its tags", name)
         except Exception as error:
             next_s = asyncio.get_running_loop().time() + _PAUSE_S
-            self._tries[_key(version)] = self._tries[_key(version)][0], next_s
+            self._tries[key_of(version)] = self._tries[key_of(version)][0], next_s
             if isinstance(error, RegistryError | OSError):
                 logger.warning("%s could not be checked: %s", name, error)
             else:
                 logger.exception("%s could not be checked", name)
         finally:
             self._task = None
-
-
-def _key(version: AdapterVersion) -> Key:
-    return version.base_digest, version.digest

@@ -61,11 +61,7 @@ class IngressTotals:
         """Returns the sums in Prometheus' text format."""
         for ingress in self._ingresses.values():
             self._read(ingress)
-        living = [
-            ingress
-            for ingress in self._ingresses.values()
-            if now_s - ingress.reported_s <= MAX_AGE_S
-        ]
+        living = [one for one in self._ingresses.values() if now_s - one.reported_s <= MAX_AGE_S]
         self._drop_ended(living)
         sums = self._sums.copy()
         for ingress in living:
@@ -120,9 +116,7 @@ class IngressTotals:
     def _drop_ended(self, living: list[_Ingress]) -> None:
         """Removes ended series that no live ingress exports from the sums: their versions are
         unregistered, and would otherwise pile up."""
-        for key in [
-            key for key in self._ended if not any(key in ingress.counters for ingress in living)
-        ]:
+        for key in [key for key in self._ended if all(key not in one.counters for one in living)]:
             self._ended.remove(key)
             self._sums.pop(key, None)
             for ingress in self._ingresses.values():
@@ -131,11 +125,8 @@ class IngressTotals:
     def _forget(self, now_s: float) -> None:
         """Forgets the oldest of many ended ingresses. If such an ingress comes back, its report has
         `was_taken` set, so that its counts are not added twice."""
-        gone = [
-            name
-            for name, ingress in self._ingresses.items()
-            if now_s - ingress.reported_s > MAX_AGE_S
-        ]
+        known = self._ingresses.items()
+        gone = [name for name, one in known if now_s - one.reported_s > MAX_AGE_S]
         gone.sort(key=lambda name: self._ingresses[name].reported_s)
         for name in gone[: max(0, len(gone) - MAX_GONE)]:
             self._read(self._ingresses.pop(name))

@@ -152,11 +152,8 @@ class TokenVerifier:
         args = self._args
         tenant, subject = claims.get(args.tenant_claim), claims.get("sub")
         for name in (tenant, subject):
-            if (
-                not isinstance(name, str)
-                or not name.isprintable()
-                or not 0 < len(name) <= _MAX_CHARS
-            ):
+            is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_CHARS
+            if not is_name:
                 raise RefusedKeyError("invalid")
         scopes = _words(claims.get(args.scopes_claim))
         models = ("*",) if args.models_claim is None else _words(claims.get(args.models_claim))

@@ -250,8 +250,7 @@ class KeyService:
     def _find(self, reference: str) -> StoredKey:
         key = self._keys.get(reference)
         if key is None and reference:
-            named = (one for one in self._keys.values() if one.alias == reference)
-            key = next(named, None)
+            key = next((one for one in self._keys.values() if one.alias == reference), None)
         if key is None or key.revoked_s is not None:
             # A whole key that was mistyped is not repeated.
             is_key = reference.startswith(KEY_PREFIX)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ class UsageMeter:
         self._record = record
         self._on_recorded = on_recorded
         self._number = 0
-        self._sums: dict[UsageKey, Usage] = {}
+        self._sums: defaultdict[UsageKey, Usage] = defaultdict(Usage)
         self._batch: UsageBatch | None = None  # sent, and not known to be recorded
         self._task: asyncio.Task[None] | None = None
 
@@ -92,10 +93,7 @@ class UsageMeter:
         return self._task
 
     def add(self, key: UsageKey, usage: Usage) -> None:
-        sums = self._sums.get(key)
-        if sums is None:
-            sums = self._sums[key] = Usage()
-        sums.add(usage)
+        self._sums[key].add(usage)
 
     async def send(self) -> None:
         """Sends the use so far. A batch that fails stays."""
@@ -104,7 +102,7 @@ class UsageMeter:
                 return
             self._number += 1
             self._batch = UsageBatch(self._source, self._number, tuple(self._sums.items()))
-            self._sums = {}
+            self._sums = defaultdict(Usage)
         batch = self._batch
         async with asyncio.timeout(_CALL_S):
             is_recorded = await self._record(batch)

@@ -26,12 +26,12 @@ class _ModelList(msgspec.Struct):
     data: list[ModelLine]
 
 
-class _ErrorText(msgspec.Struct):
+class ErrorText(msgspec.Struct):
     message: str = ""
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorText
+    error: ErrorText
 
 
 class _Status(msgspec.Struct):
@@ -53,8 +53,7 @@ def ready_status(client: httpx.Client, url: str) -> str | None:
         return "Starting Serve"
     if found.refused:
         return f"{REFUSED}{found.refused}"
-    words = found.status
-    return f"{WAITING}{words}" if words else "Starting Serve"
+    return f"{WAITING}{found.status}" if found.status else "Starting Serve"
 
 
 def served_models(client: httpx.Client, url: str) -> list[ModelLine]:

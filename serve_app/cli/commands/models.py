@@ -44,12 +44,9 @@ def _print_catalog(catalog: Catalog) -> None:
         console.print("The registry is empty; try: loraplex demo, or loraplex register base")
     for base in catalog.bases:
         tree = Tree(f"[bold]{_pointer(base)}[/]  {base.architecture}  {_digest(base)}")
-        own = [
-            adapter
-            for adapter in catalog.adapters
-            if (adapter.base_name, adapter.base_digest) == (base.name, base.digest)
-        ]
-        for adapter in own:
+        for adapter in catalog.adapters:
+            if (adapter.base_name, adapter.base_digest) != (base.name, base.digest):
+                continue
             targets = ",".join(adapter.targets)
             line = f"{_pointer(adapter)}  rank {adapter.rank}  {targets}  {_digest(adapter)}"
             tree.add(f"{line}{_effect(adapter)}")

@@ -146,10 +146,9 @@ def _check_memory(wanted: ServeFile) -> None:
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     for number, model in enumerate(wanted.args.models):
         engine = model.engine
-        kv_host_bytes = engine.kv_host_bytes or None
         asked = {
             "adapter_host_bytes": engine.adapter_host_bytes,
-            "kv_host_bytes": kv_host_bytes,
+            "kv_host_bytes": engine.kv_host_bytes or None,
         }
         if engine.device == "cpu" or (engine.device == "auto" and not has_gpu):
             asked["adapter_pool_bytes"] = engine.adapter_pool_bytes

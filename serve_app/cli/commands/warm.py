@@ -43,12 +43,8 @@ def warm(file: Path, device: str | None, tracking_uri: str | None) -> None:
             models.append(model)
     if not models:
         return
-    try:
-        catalog = registry.snapshot(adopt="no")
-    except RegistryError as error:
-        raise Failure(str(error)) from error
     # A name without a version has the meaning that it has for the server.
-    catalog = with_aliases(catalog, registry_args.alias, args.models)
+    catalog = with_aliases(registry.snapshot(adopt="no"), registry_args.alias, args.models)
     failures: list[str] = []
     for model in models:
         failures += _warm_base(model, registry, catalog, cache, capability)
@@ -70,10 +66,7 @@ def _warm_base(
     except RegistryError as error:
         raise Failure(f"args.models: {error}") from error
     config = model.engine.to_config(str(registry.fetch(base, cache, _FILES)), base.digest, "cuda")
-    try:
-        check_kernel_cache(config)
-    except EngineError as error:
-        raise Failure(str(error)) from error
+    check_kernel_cache(config)
     try:
         found = warm_cache(config, capability)
     except EngineError as error:

@@ -16,7 +16,6 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
@@ -42,14 +41,10 @@ _MAX_GLOBS = 1000
 
 _OPTIONS: Any = {"verify_exp": False, "verify_nbf": False, "verify_iat": False, "verify_jti": False}
 
-Fetch = Callable[[str], Awaitable[Any]]
-
 
 class TokenVerifier:
-    def __init__(self, args: OidcArgs, fetch: Fetch | None = None) -> None:
-        """`fetch` returns the JSON document at a URL, and raises OSError or ValueError."""
+    def __init__(self, args: OidcArgs) -> None:
         self._args = args
-        self._fetch = fetch or _fetcher(args.timeout_s)
         self._keys: dict[str, jwt.PyJWK] = {}  # by `kid`
         self._fetched_s = -math.inf  # when the keys last arrived
         self._ended_s = -math.inf  # when the last fetch ended
@@ -121,16 +116,17 @@ class TokenVerifier:
 
     async def _fetch_document(self) -> tuple[str, Any]:
         """Returns the list of keys, and its address."""
-        url = self._args.jwks_url
+        url, timeout_s = self._args.jwks_url, self._args.timeout_s
         if url is None:
             issuer = self._args.issuer
-            found = await self._fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+            place = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
+            found = await _fetch(place, timeout_s)
             if not isinstance(found, dict) or found.get("issuer") != issuer:
                 raise ValueError(f"the configuration at {issuer} is of another issuer")
             url = found.get("jwks_uri")
             if not isinstance(url, str) or not url.startswith(("https://", issuer)):
                 raise ValueError(f"the configuration at {issuer} has no jwks_uri of https")
-        return url, await self._fetch(url)
+        return url, await _fetch(url, timeout_s)
 
     def _claims(self, text: str, key: jwt.PyJWK) -> dict[str, Any] | None:
         """Returns the claims; None without a valid signature, or for another issuer or audience."""
@@ -161,29 +157,27 @@ class TokenVerifier:
         return Caller(f"jwt:{subject}", KeyPolicy(str(tenant), models, granted))
 
 
-def _fetcher(timeout_s: float) -> Fetch:
-    async def fetch(url: str) -> Any:
-        content = b""
-        try:
-            # httpx has limits for each read alone: an issuer may send a byte now and then.
-            async with (
-                asyncio.timeout(timeout_s),
-                httpx.AsyncClient(timeout=None, verify=await asyncio.to_thread(_tls)) as client,
-                client.stream("GET", url) as answer,
-            ):
-                if answer.status_code != 200:
-                    raise OSError(f"{url} answered {answer.status_code}")
-                async for part in answer.aiter_bytes():
-                    content += part
-                    if len(content) > _MAX_DOCUMENT_BYTES:
-                        raise ValueError(f"{url} has more than {_MAX_DOCUMENT_BYTES} bytes")
-        except TimeoutError as error:
-            raise OSError(f"{url} took longer than {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise OSError(f"{url}: {error or type(error).__name__}") from error
-        return json.loads(content)
-
-    return fetch
+async def _fetch(url: str, timeout_s: float) -> Any:
+    """Returns the JSON document at a URL. Raises OSError or ValueError."""
+    content = b""
+    try:
+        # httpx has limits for each read alone: an issuer may send a byte now and then.
+        async with (
+            asyncio.timeout(timeout_s),
+            httpx.AsyncClient(timeout=None, verify=await asyncio.to_thread(_tls)) as client,
+            client.stream("GET", url) as answer,
+        ):
+            if answer.status_code != 200:
+                raise OSError(f"{url} answered {answer.status_code}")
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > _MAX_DOCUMENT_BYTES:
+                    raise ValueError(f"{url} has more than {_MAX_DOCUMENT_BYTES} bytes")
+    except TimeoutError as error:
+        raise OSError(f"{url} took longer than {timeout_s:g} s") from error
+    except httpx.HTTPError as error:
+        raise OSError(f"{url}: {error or type(error).__name__}") from error
+    return json.loads(content)
 
 
 @cache

@@ -62,8 +62,6 @@ _CLOSING = frozenset({408, 431})  # the rest of the request may still arrive and
 
 
 class ApiError(Exception):
-    """An error response."""
-
     def __init__(
         self,
         status: int,

@@ -19,7 +19,7 @@ from registry.cache import CacheStats
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion
 from serve_app.canary.arm_stats import ArmStats
-from serve_app.control.base_starts import StartLog
+from serve_app.control.base_status import StartLog
 from serve_app.control.key_calls import budgets_text
 from serve_app.control.watcher import Watcher
 from serve_app.metrics.engine import EngineMetrics

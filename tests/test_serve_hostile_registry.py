@@ -233,12 +233,16 @@ def test_what_only_the_file_may_ask_is_refused_by_name() -> None:
 # -- a start without the registry ------------------------------------------------------------------
 
 
+def is_stored(made: Manager) -> bool:
+    return made._stored._stored is made._watcher.catalog and made._stored._writing is None
+
+
 async def test_a_manager_starts_from_its_disk_while_the_registry_is_away_and_catches_up(
     world: World,
 ) -> None:
     made = await world.start()
     await follows(made, world)
-    await until(lambda: made._stored.is_current)
+    await until(lambda: is_stored(made))
     stop(made)
     world.controller.apps.clear()
     world.store.is_away = True
@@ -261,7 +265,7 @@ async def test_a_registry_that_stays_silent_is_waited_for_a_few_seconds_only(
 ) -> None:
     made = await world.start()
     await follows(made, world)
-    await until(lambda: made._stored.is_current)
+    await until(lambda: is_stored(made))
     stop(made)
     monkeypatch.setattr(watcher, "REGISTRY_WAIT_S", 0.2)
     answers = threading.Event()

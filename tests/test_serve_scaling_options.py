@@ -22,8 +22,7 @@ from registry.entities import BaseVersion
 from serve_app.autoscaling.options import engine_scaling, ingress_scaling
 from serve_app.autoscaling.policy import EngineScalingPolicy
 from serve_app.config import IngressArgs, ModelArgs, PlatformArgs
-from serve_app.control.base_starts import StartLog
-from serve_app.control.base_status import ReplicaCounts, count_replicas, unplaced_replicas
+from serve_app.control.base_status import ReplicaCounts, StartLog, count_replicas, unplaced_replicas
 from serve_app.control.deployments import base_application
 from serve_app.platform_view import BaseLine, BaseSpec, Sources
 from tests.fakes_registry import FolderRegistry

@@ -112,7 +112,6 @@ class ArmRequest:
 
 
 def outcome_of(error: BaseException) -> ArmOutcome:
-    """Returns the outcome of a request that ended with `error`."""
     if isinstance(error, ClientGoneError | asyncio.CancelledError):
         return "left"
     if isinstance(error, NonFiniteError):

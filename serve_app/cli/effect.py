@@ -152,7 +152,6 @@ def report_json(
 
 
 def why_unprobed(plan: ProbePlan, mode: ProbeMode) -> str | None:
-    """Returns the reason not to run the base, or None."""
     if mode == "never":
         return "the base was not run, as asked"
     if mode == "always":

@@ -45,5 +45,4 @@ class Group(TyperGroup):
 
 
 def group(name: str, words: str) -> typer.Typer:
-    """Returns a group of commands; `words` are its help."""
     return typer.Typer(name=name, help=words, no_args_is_help=True, cls=Group)

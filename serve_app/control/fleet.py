@@ -30,9 +30,9 @@ from serve_app.control.base_plan import (
     is_application_of_any,
 )
 from serve_app.control.base_sleep import ScaleToZero
-from serve_app.control.base_starts import StartLog
 from serve_app.control.base_status import (
     ReplicaCounts,
+    StartLog,
     count_replicas,
     is_refused,
     read_status,

@@ -146,7 +146,6 @@ class Manager(KeyCalls):
         return self._view
 
     async def report(self, report: IngressReport) -> ReportAnswer:
-        """Records an ingress's report, which replaces its previous report."""
         self._canaries.add_report(report)
         now_s = asyncio.get_running_loop().time()
         self._fleet.sleep.add_report(report, now_s)
@@ -178,7 +177,6 @@ class Manager(KeyCalls):
 
     @refusing
     async def change_base(self, change: BaseChange) -> None:
-        """Carries out an operator's order about a base; see `base_admin`."""
         registry, catalog = self._opened(), self._meanings.latest
         if catalog is None:
             raise RegistryUnavailableError(_UNREAD)
@@ -198,14 +196,12 @@ class Manager(KeyCalls):
 
     @refusing
     async def change_canary(self, change: CanaryChange) -> CanaryStatus:
-        """Applies an operator's change of a canary; see `canary.commands`."""
         try:
             return await self._canaries.change(change)
         finally:  # part of it may have been written
             self._watcher.wake()
 
     async def wake(self) -> None:
-        """Reads the registry now: something in it changed."""
         self._watcher.wake()
 
     async def metrics(self, ingress_id: str, counts: IngressCounts, engines: EngineTexts) -> bytes:
@@ -231,7 +227,6 @@ class Manager(KeyCalls):
 
     @refusing
     async def change_adapter(self, change: AdapterChange) -> AdapterVersion | None:
-        """Carries out an operator's order about an adapter; see `adapter_admin`."""
         try:
             return await self._adapter_admin.change(change)
         finally:  # part of it may have been written
@@ -289,7 +284,6 @@ class Manager(KeyCalls):
         return self._registry
 
     def _with_aliases(self, catalog: Catalog) -> Catalog:
-        """The catalog with the default aliases of this server's configuration."""
         return with_aliases(catalog, self._registry_args.alias, self._models)
 
     def _publish_names(self, changes: tuple[Change, ...]) -> None:

@@ -52,7 +52,6 @@ class Series:
         self._last: dict[str, tuple[float, Mapping[str, BaseFigures]]] = {}
 
     def add(self, ingress_id: str, figures: Sequence[BaseFigures], now_s: float) -> None:
-        """Adds the figures of an ingress's report."""
         known = self._last.get(ingress_id)
         self._last[ingress_id] = now_s, {one.name: one for one in figures}
         for one in figures:

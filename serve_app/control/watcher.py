@@ -183,10 +183,6 @@ class StoredCatalog:
         self._stored: Catalog | None = None  # as on disk
         self._writing: asyncio.Task[None] | None = None
 
-    @property
-    def is_current(self) -> bool:
-        return self._stored is self._watcher.catalog and self._writing is None
-
     async def start(self, registry: RegistryReader) -> None:
         """Gives the watcher the stored catalog if the registry fails or does not answer. Called
         until the watcher has a catalog."""

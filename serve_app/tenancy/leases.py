@@ -64,7 +64,6 @@ class Grant:
 
 
 def limits_of(policy: KeyPolicy) -> dict[LimitName, int]:
-    """Returns the limits that a key has."""
     limits: dict[LimitName, int | None] = {
         "requests": policy.requests_per_minute,
         "tokens": policy.tokens_per_minute,

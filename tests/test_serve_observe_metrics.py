@@ -10,8 +10,7 @@ from engine.admission import EngineLimits
 from engine.types import NOT_FINITE, EngineLoad, Request, Resident, SamplingParams, StepOutput
 from engine.types import TokenOutput as Output
 from registry.entities import AdapterVersion
-from serve_app.control.engine_counters import EngineCounters
-from serve_app.control.ingress_totals import IngressTotals
+from serve_app.control.kept_counts import EngineCounters, IngressTotals
 from serve_app.messages import IngressCounts
 from serve_app.metrics.busiest import Busiest
 from serve_app.metrics.engine import EngineMetrics

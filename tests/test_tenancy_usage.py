@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
 from serve_app.api.ingress import build_asgi
 from serve_app.config import PriceArgs, TenancyArgs
-from serve_app.control.key_calls import KeyLimits
+from serve_app.control.key_calls import Keys
 from serve_app.ray_calls import refusing
 from serve_app.tenancy.authentication import ADMIN
 from serve_app.tenancy.ledger import (
@@ -362,7 +362,7 @@ async def test_the_metrics_have_the_used_part_of_each_budget(tmp_path: Path) -> 
         ("gone", {"tokens_per_day": 100}),
     ):
         made[name], _ = await make_key(service, alias=name, tenant="acme", **policy)
-    limits = KeyLimits(TenancyArgs(enabled=True), service)
+    limits = Keys(TenancyArgs(enabled=True), service)
     rows = tuple(
         (UsageKey(key_id, "acme", "base", "base@1"), Usage(1, 60, 0, 40))
         for key_id in made.values()

@@ -7,7 +7,7 @@ import heapq
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from serve_app.admin_api import KeyLine
 from serve_app.config import KEY_PEPPER, TenancyArgs, database_url, secret
@@ -22,21 +22,18 @@ from serve_app.tenancy.usage import UsageBatch
 if TYPE_CHECKING:
     from serve_app.tenancy.service import KeyService
 
-T = TypeVar("T")
-
 _MAX_BUDGETS = 100  # in the metrics
 
 
-class KeyLimits:
-    """The limits and the use of all keys. All methods belong to the manager's event loop."""
+class Keys:
+    """The keys of a manager, their limits and their use. All methods belong to its event loop."""
 
-    def __init__(self, args: TenancyArgs, keys: KeyService) -> None:
+    def __init__(self, args: TenancyArgs, service: KeyService) -> None:
         from serve_app.tenancy.ledger import UsageBook  # imports the database's libraries
 
-        self._keys = keys
+        self.service = service
         self.leases = Leases(args.burst_s)
-        self.book = UsageBook(keys.store, args.prices)
-        self.book.start()
+        self.book = UsageBook(service.store, args.prices)
 
     def grant(self, request: LeaseRequest) -> dict[str, Grants]:
         resets_s = self.book.turn(time.time())
@@ -47,7 +44,7 @@ class KeyLimits:
         """Returns the use of the budgets in Prometheus' text format."""
         self.book.turn(time.time())
         ratios: dict[tuple[str, str, str], float] = {}
-        for key_id, policy in self._keys.policies():
+        for key_id, policy in self.service.policies():
             for period, budget in limits_of(policy).items():
                 if used := self.book.used.get((key_id, period), 0.0):
                     ratios[key_id, policy.tenant, period] = used / budget
@@ -57,64 +54,61 @@ class KeyLimits:
 class KeyCalls:
     """A base of `Manager`."""
 
-    # None: tenancy.enabled is false.
-    _keys: KeyService | None
-    _limits: KeyLimits | None
+    _keys: Keys | None  # None: tenancy.enabled is false
 
     async def key_delta(self, known: str, timeout_s: float) -> KeyDelta | None:
-        return await _opened(self._keys).delta(known, timeout_s)
+        return await self._opened_keys().service.delta(known, timeout_s)
 
     @refusing
     async def order_key(self, order: KeyOrder) -> tuple[KeyLine, str]:
-        return await _opened(self._keys).order(order)
+        return await self._opened_keys().service.order(order)
 
     @refusing
     async def revoke_keys(self, actor: str, references: Sequence[str]) -> list[str]:
-        return await _opened(self._keys).revoke(actor, references)
+        return await self._opened_keys().service.revoke(actor, references)
 
     @refusing
     async def key_lines(self) -> list[KeyLine]:
-        return await _opened(self._keys).lines()
+        return await self._opened_keys().service.lines()
 
     @refusing
     async def key_line(self, reference: str) -> KeyLine:
-        return await _opened(self._keys).line(reference)
+        return await self._opened_keys().service.line(reference)
 
     async def note_act(self, act: Act) -> None:
-        await _opened(self._keys).note(act)
+        await self._opened_keys().service.note(act)
 
     @refusing
     async def acts(self, limit: int, before_id: int | None) -> list[dict[str, Any]]:
-        return await _opened(self._keys).acts(limit, before_id)
+        return await self._opened_keys().service.acts(limit, before_id)
 
     async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
-        return _opened(self._limits).grant(request)
+        return self._opened_keys().grant(request)
 
     async def record_usage(self, batch: UsageBatch) -> bool:
-        return await _opened(self._limits).book.record(batch)
+        return await self._opened_keys().book.record(batch)
 
     @refusing
     async def usage(self, query: UsageQuery) -> list[UsageGroup]:
-        return await _opened(self._limits).book.groups(query)
+        return await self._opened_keys().book.groups(query)
+
+    def _opened_keys(self) -> Keys:
+        if self._keys is None:
+            words = "Keys are off: set tenancy.enabled in the config file."
+            raise ApiError(404, words, code="keys_off")
+        return self._keys
 
 
-def _opened(part: T | None) -> T:
-    if part is None:
-        raise ApiError(
-            404, "Keys are off: set tenancy.enabled in the config file.", code="keys_off"
-        )
-    return part
-
-
-def open_keys(args: TenancyArgs, home: Path | None) -> KeyService | None:
+def open_keys(args: TenancyArgs, home: Path | None) -> Keys | None:
     """Opens the keys of a manager and begins to follow their database; None if keys are off. Raises
     ValueError and PepperError."""
     if not args.enabled:
         return None
     from serve_app.tenancy.service import KeyService  # imports the database's libraries
 
-    keys = KeyService(database_url(args), secret(KEY_PEPPER), home)
-    keys.start()
+    keys = Keys(args, KeyService(database_url(args), secret(KEY_PEPPER), home))
+    keys.service.start()
+    keys.book.start()
     return keys
 
 

@@ -36,10 +36,9 @@ from serve_app.control.adapter_plan import AdapterPlanner, plan_is_due
 from serve_app.control.base_admin import change_base, wait_until_planned
 from serve_app.control.base_plan import LastGood, plan, with_aliases
 from serve_app.control.broadcaster import Broadcaster
-from serve_app.control.engine_counters import EngineCounters, EngineTexts
 from serve_app.control.fleet import Fleet
-from serve_app.control.ingress_totals import IngressTotals
-from serve_app.control.key_calls import KeyCalls, KeyLimits, open_keys
+from serve_app.control.kept_counts import EngineCounters, EngineTexts, IngressTotals
+from serve_app.control.key_calls import KeyCalls, open_keys
 from serve_app.control.series import Series
 from serve_app.control.watcher import StoredCatalog, Watcher, register_webhook
 from serve_app.logs import install_in_replica
@@ -85,7 +84,6 @@ class Manager(KeyCalls):
         self._sources = sources
         self._cache_salt_key = kept_key(sources.home)
         self._keys = open_keys(args.tenancy, sources.home)
-        self._limits = None if self._keys is None else KeyLimits(args.tenancy, self._keys)
         self._registry_args = args.registry
         self._registry: RegistryReader | None = None  # None until it could be opened
         self._watcher = Watcher(self._read, args.registry.poll_interval_s, self._publish_names)
@@ -216,7 +214,7 @@ class Manager(KeyCalls):
         lines = self._fleet.lines
         asleep = {one.digest for one in lines if one.state != "running"} - engines.keys()
         sleeping = self._engine_counters.text(asleep, {one.digest for one in lines})
-        budgets = b"" if self._limits is None else self._limits.text()
+        budgets = b"" if self._keys is None else self._keys.text()
         return join_texts([registry, bases, self._totals.text(now_s), sleeping, tasks, budgets])
 
     def _read(self) -> Catalog:

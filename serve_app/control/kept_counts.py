@@ -1,21 +1,28 @@
-"""The sums of the counts of all ingresses, kept by the manager.
+"""The counts that the manager keeps: the sums over all ingresses, and the last counters of engines
+whose base sleeps. Pure: the time is an argument.
 
 An ingress sends its exposition with each report and with each scrape that it answers, so every
 exported count has passed through here and sums never fall. The sums of counters and histograms have
 every increase, also those of ingresses that ended; gauges are sums over the live ingresses. The
 label `ingress` is removed. After a restart of the manager every sum begins at zero, like a counter
 of any restarted process: an ingress that reported to an earlier manager counts from its first
-report on. Pure: the time is an argument.
+report on.
+
+An engine that sleeps is a process that ended. Its counters stay in the exposition until the base
+runs again, under the same labels, so that sums over engines do not fall and no rate sees a gap. Its
+gauges go, except for the state of sleep. After a restart of the manager there are no counters of
+bases that slept before.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from serve_app.messages import IngressCounts
+from serve_app.metrics.exposition import join_texts
 
 MAX_AGE_S = 8.0  # of the counts of a live ingress, which come every 3 s
 MAX_GONE = 32  # ended ingresses that are kept separately, as they may come back after a pause
@@ -23,6 +30,10 @@ MAX_GONE = 32  # ended ingresses that are kept separately, as they may come back
 _LABEL = re.compile(rb',ingress="[^"]*"|(?<=\{)ingress="[^"]*",|\{ingress="[^"]*"\}')
 _SUMMED = (b"counter", b"histogram")
 
+_STATE = b"vllm:engine_sleep_state"
+_ASLEEP = b'sleep_state="discard_all"'
+
+EngineTexts = Mapping[str, Sequence[bytes]]  # expositions of the engine replicas, by base digest
 Key = tuple[bytes, bytes]  # family, sample with its labels
 Values = dict[Key, float]
 
@@ -130,3 +141,41 @@ class IngressTotals:
         gone.sort(key=lambda name: self._ingresses[name].reported_s)
         for name in gone[: max(0, len(gone) - MAX_GONE)]:
             self._read(self._ingresses.pop(name))
+
+
+class EngineCounters:
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[bytes, ...]] = {}  # by base digest
+
+    def add(self, texts: EngineTexts) -> None:
+        """Adds the expositions of a scrape; a base without any keeps its last."""
+        self._last |= {digest: tuple(found) for digest, found in texts.items() if found}
+
+    def text(self, asleep: Collection[str], served: Collection[str]) -> bytes:
+        """Returns the counters of the engines of sleeping bases, and forgets bases that are not
+        served. Both are digests."""
+        self._last = {digest: texts for digest, texts in self._last.items() if digest in served}
+        found = [text for digest, texts in self._last.items() if digest in asleep for text in texts]
+        return join_texts(map(_counters, found)) if found else b""
+
+
+def _counters(text: bytes) -> bytes:
+    """Returns the families that only grow, and the state of sleep."""
+    lines: list[bytes] = []
+    head: list[bytes] = []
+    family, is_kept = b"", False
+    for line in text.splitlines():
+        if line.startswith(b"# "):
+            _, word, family, rest = line.split(b" ", 3)
+            if word == b"HELP":
+                head = [line]
+                is_kept = False
+            elif rest in _SUMMED or family == _STATE:
+                lines += (*head, line)
+                is_kept = True
+        elif is_kept and family == _STATE:
+            name = line.rpartition(b" ")[0]
+            lines.append(name + (b" 1.0" if _ASLEEP in name else b" 0.0"))
+        elif is_kept:
+            lines.append(line)
+    return b"\n".join((*lines, b""))

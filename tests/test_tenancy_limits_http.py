@@ -149,7 +149,7 @@ def test_names_of_tenants_and_globs_are_no_markup_of_the_terminal(
     limits = (None,) * 7
     key = KeyLine("id", "", name, name, (name,), ("infer",), *limits, {}, "", None)
     monkeypatch.setattr(common, "console", Console(width=200))
-    monkeypatch.setattr(usage_command, "call_admin", lambda *call: used)
+    monkeypatch.setattr(usage_command, "call_server", lambda *call: used)
     monkeypatch.setattr(keys_command, "call_server", lambda *call: KeyLines([key], 1, 1, 1))
     for command, count in ((["usage", "--by", "tenant"], 1), (["keys", "list"], 3)):
         monkeypatch.setattr(usage_command, "console", common.console)
@@ -181,7 +181,7 @@ def test_the_command_prints_usage_as_a_table_json_and_csv(monkeypatch: pytest.Mo
         paths.append(f"{method} {path}")
         return found
 
-    monkeypatch.setattr(usage_command, "call_admin", call)
+    monkeypatch.setattr(usage_command, "call_server", call)
     runner, cli = CliRunner(), build()
     # The command's console has the standard output of the time when it was made.
     monkeypatch.setattr(common, "console", Console(width=200))
@@ -190,7 +190,7 @@ def test_the_command_prints_usage_as_a_table_json_and_csv(monkeypatch: pytest.Mo
     assert shown.exit_code == 0, shown.output
     for part in ("k1", "pirate@3", "1,200", "10,000", "1,234.6", "0.2500"):
         assert part in shown.output
-    assert paths == ["GET /usage?by=key%2Cmodel&from=2026-11-01"]
+    assert paths == ["GET /admin/usage?by=key%2Cmodel&from=2026-11-01"]
     as_csv = runner.invoke(cli, ["usage", "--csv"])
     assert as_csv.output.splitlines() == [
         "key,model,requests,prompt_tokens,cached_tokens,output_tokens,engine_ms,cost",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import console, print_json, print_table
 from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
@@ -36,7 +36,7 @@ def list_adapters(
     """List the adapters in the engines' memory, and the pinned adapters."""
     from serve_app.admin_api import AdapterLines
 
-    lines = call_admin(url, "GET", "/adapters", AdapterLines).adapters
+    lines = call_server(url, "GET", "/admin/adapters", AdapterLines).adapters
     if json:
         print_json({"adapters": lines})
         return
@@ -57,14 +57,14 @@ def list_adapters(
 @app.command()
 def pin(name: PinName, url: Url = DEFAULT_URL) -> None:
     """Keep the adapter NAME in the engines' memory, also after its next version."""
-    call_admin(url, "POST", f"/adapters/{name}/pin", dict)
+    call_server(url, "POST", f"/admin/adapters/{name}/pin", dict)
     console.print(f"{name} is pinned; the engines load it now", highlight=False)
 
 
 @app.command()
 def unpin(name: PinName, url: Url = DEFAULT_URL) -> None:
     """Let it leave memory when others need the room."""
-    call_admin(url, "POST", f"/adapters/{name}/unpin", dict)
+    call_server(url, "POST", f"/admin/adapters/{name}/unpin", dict)
     console.print(f"{name} is not pinned any more", highlight=False)
 
 
@@ -83,7 +83,7 @@ def evict(name: Name, url: Url = DEFAULT_URL) -> None:
 def _order(url: str, name: str, what: str) -> None:
     from serve_app.admin_api import EngineResults
 
-    done = call_admin(url, "POST", f"/adapters/{name}/{what}", EngineResults)
+    done = call_server(url, "POST", f"/admin/adapters/{name}/{what}", EngineResults)
     for one in done.engines:
         where = f"{done.name}@{done.version} on engine {one.engine}"
         console.print(f"{where}: {_OUTCOMES.get(one.outcome, one.outcome)}", highlight=False)

@@ -13,13 +13,6 @@ _TIMEOUT_S = 120.0  # a preload may fetch an adapter first
 T = TypeVar("T")
 
 
-def call_admin(
-    url: str, method: str, path: str, kind: type[T], body: Mapping[str, object] | None = None
-) -> T:
-    """Calls `path` below /admin, such as "/adapters"; see `call_server`."""
-    return call_server(url, method, f"/admin{path}", kind, body)
-
-
 def call_server(
     url: str, method: str, path: str, kind: type[T], body: Mapping[str, object] | None = None
 ) -> T:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
@@ -72,7 +72,7 @@ def add(
         "cold_start": cold_start,
         "engine": _engine(engine) if engine else None,
     }
-    call_admin(url, "POST", "/bases", dict, body)
+    call_server(url, "POST", "/admin/bases", dict, body)
     _report(url, name, "running", wait, timeout_s, f"{name} is being started")
 
 
@@ -81,7 +81,7 @@ def remove(
     name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
 ) -> None:
     """Serve it no more; requests in flight finish."""
-    call_admin(url, "DELETE", f"/bases/{name}", dict)
+    call_server(url, "DELETE", f"/admin/bases/{name}", dict)
     _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
 
 
@@ -90,7 +90,7 @@ def sleep(
     name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
 ) -> None:
     """Stop its engines until a request comes."""
-    call_admin(url, "POST", f"/bases/{name}/sleep", dict)
+    call_server(url, "POST", f"/admin/bases/{name}/sleep", dict)
     _report(url, name, "asleep", wait, timeout_s, f"{name} goes to sleep")
 
 
@@ -99,7 +99,7 @@ def wake(
     name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
 ) -> None:
     """Start its engines."""
-    call_admin(url, "POST", f"/bases/{name}/wake", dict)
+    call_server(url, "POST", f"/admin/bases/{name}/wake", dict)
     _report(url, name, "running", wait, timeout_s, f"{name} wakes")
 
 
@@ -131,7 +131,7 @@ def _is_reached(url: str, name: str, wanted: str) -> bool:
 def _lines(url: str) -> tuple[BaseLine, ...]:
     from serve_app.platform_view import BaseLines
 
-    return call_admin(url, "GET", "/bases", BaseLines).bases
+    return call_server(url, "GET", "/admin/bases", BaseLines).bases
 
 
 def _replicas(line: BaseLine) -> str:

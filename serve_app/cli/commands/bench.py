@@ -11,7 +11,7 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve_app.cli.commands.client import list_served
+from serve_app.cli.commands.client import served_models
 from serve_app.cli.commands.common import Failure, console, print_table
 from serve_app.cli.load import LoadSpec, RequestResult, Summary, run_load, summarize
 from serve_app.home import api_headers
@@ -48,11 +48,11 @@ def bench(
 
 def _names(url: str, models: str | None) -> tuple[str, ...]:
     with httpx.Client(timeout=10, headers=api_headers()) as client:
-        served = list_served(client, url)
+        served = served_models(client, url)
     if models is not None:
         names = tuple(dict.fromkeys(name for name in models.split(",") if name))
     else:
-        names = tuple(name if parent is None else f"{parent}:{name}" for name, parent in served)
+        names = tuple(line.model for line in served)
     if not names:
         raise Failure("There is no model to ask")
     return names

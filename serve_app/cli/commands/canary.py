@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 from serve_app.cli.options import DEFAULT_URL, Json, Url, group
 
@@ -30,7 +30,7 @@ def status(
     """Show weights, both arms' numbers and the verdict."""
     from serve_app.canary.status import CanaryLines
 
-    found = call_admin(url, "GET", "/canaries", CanaryLines).canaries
+    found = call_server(url, "GET", "/admin/canaries", CanaryLines).canaries
     shown = [one for one in found if name in (None, one.name)]
     if json:
         print_json({"canaries": shown})
@@ -82,7 +82,7 @@ def abort(name: Name, url: Url = DEFAULT_URL) -> None:
 def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> None:
     from serve_app.canary.status import CanaryAnswer
 
-    _print(call_admin(url, "POST", f"/canaries/{path}", CanaryAnswer, body).canary)
+    _print(call_server(url, "POST", f"/admin/canaries/{path}", CanaryAnswer, body).canary)
 
 
 def _print(canary: CanaryStatus) -> None:

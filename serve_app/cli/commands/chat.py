@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from serve_app.cli.commands.client import list_served, refusal, server_errors
+from serve_app.cli.commands.client import ModelLine, refusal, served_models, server_errors
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import api_headers
@@ -42,7 +42,7 @@ def chat(model: str | None, url: str, max_tokens: int, temperature: float) -> No
     url = url.rstrip("/")
     # No read timeout: a queued request may wait long for its first token.
     with httpx.Client(timeout=httpx.Timeout(10, read=None), headers=api_headers()) as client:
-        base, chosen = _choose(list_served(client, url), model)
+        base, chosen = _choose(served_models(client, url), model)
         session = Session(client, url, base, chosen, max_tokens, temperature)
         console.print(f"Talking to [bold]{chosen}[/]. /help lists the commands.")
         for line in _lines(session):
@@ -53,16 +53,16 @@ def chat(model: str | None, url: str, max_tokens: int, temperature: float) -> No
                 _answer(session, line)
 
 
-def _choose(served: list[tuple[str, str | None]], model: str | None) -> tuple[str, str]:
+def _choose(served: list[ModelLine], model: str | None) -> tuple[str, str]:
     """(base, model) to talk to."""
-    bases = [name for name, parent in served if parent is None]
+    bases = [line.id for line in served if line.parent is None]
     if model is None:
         if not bases:
             raise Failure("The server serves no model")
         return bases[0], bases[0]
     first, _, second = model.partition(":")
     name = (second or first).partition("@")[0]
-    parents = dict(served)
+    parents = {line.id: line.parent for line in served}
     if name not in parents:
         known = ", ".join(sorted(parents)) or "none"
         raise Failure(f"The server does not serve {model!r}; it serves: {known}")
@@ -93,8 +93,9 @@ def _command(session: Session, line: str) -> bool:
         if word == "/adapter":
             _switch(session, rest)
         elif word == "/models":
-            for name, parent in list_served(session.client, session.url):
-                console.print(name if parent is None else f"  {parent}:{name}", highlight=False)
+            for one in served_models(session.client, session.url):
+                indent = "" if one.parent is None else "  "
+                console.print(f"{indent}{one.model}", highlight=False)
         elif word == "/system":
             session.system = rest
             console.print("Instructions set." if rest else "No instructions.")
@@ -112,7 +113,7 @@ def _switch(session: Session, name: str) -> None:
     if name in ("", "none"):
         session.model = session.base
     else:
-        served = list_served(session.client, session.url)
+        served = served_models(session.client, session.url)
         session.base, session.model = _choose(served, name)
     console.print(f"Now talking to [bold]{session.model}[/].")
 

@@ -10,16 +10,17 @@ import msgspec
 
 from serve_app.cli.commands.common import Failure
 
-WAITING = "Waiting: "  # begins a status with a reason
-REFUSED = "Refused: "  # begins a status that no waiting changes
-LOADING = f"{WAITING}models are loading"
-
 
 class ModelLine(msgspec.Struct):
     id: str
     parent: str | None = None
     root: str | None = None
     max_model_len: int | None = None
+
+    @property
+    def model(self) -> str:
+        """The name for requests."""
+        return self.id if self.parent is None else f"{self.parent}:{self.id}"
 
 
 class _ModelList(msgspec.Struct):
@@ -34,28 +35,6 @@ class _ErrorBody(msgspec.Struct):
     error: ErrorText
 
 
-class _Status(msgspec.Struct):
-    status: str = ""
-    refused: str = ""
-
-
-def ready_status(client: httpx.Client, url: str) -> str | None:
-    """Returns None if the server is ready, otherwise the reason why it is not."""
-    try:
-        answer = client.get(f"{url}/ready")
-    except httpx.TransportError:
-        return "Starting Ray"
-    if answer.status_code == 200:
-        return None
-    try:
-        found = msgspec.json.decode(answer.content, type=_Status)
-    except msgspec.DecodeError:
-        return "Starting Serve"
-    if found.refused:
-        return f"{REFUSED}{found.refused}"
-    return f"{WAITING}{found.status}" if found.status else "Starting Serve"
-
-
 def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
     with server_errors(url):
         answer = client.get(f"{url}/v1/models")
@@ -65,11 +44,6 @@ def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
             return msgspec.json.decode(answer.content, type=_ModelList).data
         except msgspec.DecodeError as error:
             raise Failure(f"{url}/v1/models did not answer with a model list: {error}") from error
-
-
-def list_served(client: httpx.Client, url: str) -> list[tuple[str, str | None]]:
-    """Returns (name, base or None) of every model that the server serves."""
-    return [(line.id, line.parent) for line in served_models(client, url)]
 
 
 def refusal(status: int, body: bytes) -> str:

@@ -86,6 +86,6 @@ def _print_served(url: str, json: bool) -> None:
         return
     table = Table("model", "base", "version", "context", box=None)
     for line in served:
-        name = line.id if line.parent is None else f"{line.parent}:{line.id}"
-        table.add_row(name, line.parent or "", line.root or "", str(line.max_model_len or ""))
+        context = str(line.max_model_len or "")
+        table.add_row(line.model, line.parent or "", line.root or "", context)
     print_table(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 from serve_app.cli.options import DEFAULT_URL, Json, Url
 
@@ -22,7 +22,7 @@ def route(
     from serve_app.admin_api import RouteAnswer
 
     body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-    found = call_admin(url, "POST", "/route", RouteAnswer, body)
+    found = call_server(url, "POST", "/admin/route", RouteAnswer, body)
     if json:
         print_json(found)
         return

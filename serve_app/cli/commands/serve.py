@@ -29,7 +29,7 @@ from registry.entities import BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
 from serve_app import config, logs
 from serve_app.cli import launch
-from serve_app.cli.commands.client import LOADING, REFUSED, WAITING, list_served, ready_status
+from serve_app.cli.commands.client import ModelLine, served_models
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo import EXAMPLES
@@ -46,10 +46,18 @@ _SHOWN_LOG_LINES = 25
 # The migrations of a new SQLite registry last seconds, longer on a loaded machine.
 _REGISTRY_WAIT_S = 10.0
 _KEPT_LOGS = 10
+_WAITING = "Waiting: "  # begins a status with a reason
+_REFUSED = "Refused: "  # begins a status that no waiting changes
+_LOADING = f"{_WAITING}models are loading"
 _QUESTION = "What is the capital of France?"
 
 # The numbers of the signals that came: the first stops gracefully, the second at once.
 Signals = list[int]
+
+
+class _Status(msgspec.Struct):
+    status: str = ""
+    refused: str = ""
 
 
 class _Drained(msgspec.Struct):
@@ -187,22 +195,22 @@ def _run(
 ) -> bool:
     """Waits for a signal. Returns whether the server became ready before it."""
     started_s = time.monotonic()
-    reasons = {LOADING}  # for waiting, each of which is printed once
+    reasons = {_LOADING}  # for waiting, each of which is printed once
     with console.status("Starting Ray") as status, httpx.Client(timeout=5) as client:
         while not signals:
             _check_alive(child)
             if (name := launch.failed_application(launch.log_text(child))) is not None:
                 _fail(child, f"Ray Serve could not deploy the application {name!r}")
-            words = ready_status(client, wanted.url)
+            words = _ready_status(client, wanted.url)
             if words is None:
                 break
-            if words.startswith(REFUSED):
-                why = words.removeprefix(REFUSED)
+            if words.startswith(_REFUSED):
+                why = words.removeprefix(_REFUSED)
                 raise Failure(f"{wanted.path}: args.models: {why}. The log is {child.log}")
             waited_s = time.monotonic() - started_s
             if waited_s > timeout_s:
                 _fail(child, f"Not ready after {timeout_s:.0f} s ({words})")
-            if words.startswith(WAITING) and words not in reasons:
+            if words.startswith(_WAITING) and words not in reasons:
                 reasons.add(words)
                 console.print("[yellow]warning:[/]", Text(words), soft_wrap=True)
             status.update(f"{words} ({waited_s:.0f} s; log: {child.log})")
@@ -212,12 +220,29 @@ def _run(
     console.print(f"[green]Ready[/] at {wanted.url} after {time.monotonic() - started_s:.1f} s")
     headers = {"authorization": f"Bearer {token}"}  # for a server whose requests need keys
     with httpx.Client(timeout=30, headers=headers) as client:
-        _print_examples(wanted.url, list_served(client, wanted.url))
+        _print_examples(wanted.url, served_models(client, wanted.url))
     console.print(f"Log: {child.log}. Ctrl-C stops everything.")
     while not signals:
         _check_alive(child)
         time.sleep(_POLL_S)
     return True
+
+
+def _ready_status(client: httpx.Client, url: str) -> str | None:
+    """Returns None if the server is ready, otherwise the reason why it is not."""
+    try:
+        answer = client.get(f"{url}/ready")
+    except httpx.TransportError:
+        return "Starting Ray"
+    if answer.status_code == 200:
+        return None
+    try:
+        found = msgspec.json.decode(answer.content, type=_Status)
+    except msgspec.DecodeError:
+        return "Starting Serve"
+    if found.refused:
+        return f"{_REFUSED}{found.refused}"
+    return f"{_WAITING}{found.status}" if found.status else "Starting Serve"
 
 
 def _drain(url: str, token: str, limit_s: float, signals: Signals) -> float:
@@ -267,22 +292,22 @@ def _fail(child: launch.Child, reason: str) -> None:
     raise Failure(f"{reason}. The end of its log is above, all of it in {child.log}")
 
 
-def _print_examples(url: str, served: list[tuple[str, str | None]]) -> None:
+def _print_examples(url: str, served: list[ModelLine]) -> None:
     """Prints three commands to paste, with models of this server; the last streams."""
-    bases = [(name, _QUESTION) for name, parent in served if parent is None]
-    adapters = [(f"{parent}:{name}", name) for name, parent in served if parent is not None]
-    adapters.sort(key=lambda adapter: adapter[1] not in EXAMPLES)  # the demo's go first
-    asked = bases[:1] + [(model, EXAMPLES.get(name, _QUESTION)) for model, name in adapters]
-    for number, (model, question) in enumerate((asked * 3)[:3]):
+    bases = [line for line in served if line.parent is None]
+    adapters = [line for line in served if line.parent is not None]
+    adapters.sort(key=lambda line: line.id not in EXAMPLES)  # the demo's go first
+    for number, line in enumerate(((bases[:1] + adapters) * 3)[:3]):
+        question = _QUESTION if line.parent is None else EXAMPLES.get(line.id, _QUESTION)
         body: dict[str, object] = {
-            "model": model,
+            "model": line.model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": 64,
             "temperature": 0,
         }
         if is_stream := number == 2:
             body["stream"] = True
-        console.print(f"[dim]# {model}{', streaming' if is_stream else ''}[/]")
+        console.print(f"[dim]# {line.model}{', streaming' if is_stream else ''}[/]")
         data = shlex.quote(msgspec.json.encode(body).decode())
         console.print(
             f"curl -s{'N' if is_stream else ''} {url}/v1/chat/completions "

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.commands.admin_client import call_admin
+from serve_app.cli.commands.admin_client import call_server
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 from serve_app.cli.options import DEFAULT_URL, Json, Url
 
@@ -38,7 +38,7 @@ def usage(
         raise Failure("Give --csv or --json, not both")
     given = {"by": by, "from": from_, "to": to}
     query = urlencode({name: value for name, value in given.items() if value is not None})
-    found = call_admin(url, "GET", f"/usage?{query}", UsageLines)
+    found = call_server(url, "GET", f"/admin/usage?{query}", UsageLines)
     names = [name.strip() for name in by.split(",")]
     if json:
         print_json(found)

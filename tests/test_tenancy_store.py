@@ -87,20 +87,22 @@ def test_a_file_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_key_comes_back_as_it_was_stored(store: Store) -> None:
-    assert store.add_key(KEY, ACT) == 1
+    assert store.write_keys([(KEY, ACT)], is_new=True) == 1
     bare = StoredKey("bbbbbbbbbb", KeyPolicy("acme"), 2.0, b"\3" * 32)
-    assert store.add_key(bare, ACT) == 2
+    assert store.write_keys([(bare, ACT)], is_new=True) == 2
     assert store.read_keys() == (2, (KEY, bare))
     changed = replace(KEY, policy=replace(POLICY, tenant="other"), revoked_s=9.0)
-    assert store.change_keys([(changed, ACT)]) == 3
+    assert store.write_keys([(changed, ACT)]) == 3
     assert store.read_keys() == (3, (changed, bare))
     assert store.key_revision() == 3
 
 
 def test_an_alias_belongs_to_one_key_and_a_refused_change_leaves_nothing(store: Store) -> None:
-    store.add_key(KEY, ACT)
+    store.write_keys([(KEY, ACT)], is_new=True)
     with pytest.raises(ConflictError, match="alias"):
-        store.add_key(replace(KEY, id="bbbbbbbbbb", policy=KeyPolicy("new")), ACT)
+        store.write_keys(
+            [(replace(KEY, id="bbbbbbbbbb", policy=KeyPolicy("new")), ACT)], is_new=True
+        )
     assert store.read_keys() == (1, (KEY,))
     assert len(store.acts(10)) == 1
 
@@ -125,7 +127,7 @@ def test_keys_of_another_pepper_are_refused(store: Store) -> None:
 def test_a_database_that_goes_and_comes_back(postgres: Postgres) -> None:
     store = Store(postgres.uri.replace("loraplex@", "loraplex:pass-word@"))
     store.upgrade()
-    store.add_key(KEY, ACT)
+    store.write_keys([(KEY, ACT)], is_new=True)
     postgres.stop()
     try:
         with pytest.raises(StoreUnavailableError) as away:
@@ -148,10 +150,10 @@ def test_a_url_of_no_usable_database_is_refused_with_its_key(url: str) -> None:
 
 def test_a_change_of_several_keys_that_fails_leaves_all_as_they_were(store: Store) -> None:
     bare = StoredKey("bbbbbbbbbb", KeyPolicy("acme"), 2.0, b"\3" * 32)
-    store.add_key(KEY, ACT)
-    store.add_key(bare, ACT)
+    store.write_keys([(KEY, ACT)], is_new=True)
+    store.write_keys([(bare, ACT)], is_new=True)
     with pytest.raises(ConflictError, match="alias"):  # the second takes the alias of the first
-        store.change_keys(
+        store.write_keys(
             [(replace(KEY, revoked_s=9.0), ACT), (replace(bare, alias=KEY.alias), ACT)]
         )
     assert store.read_keys() == (2, (KEY, bare))

@@ -105,10 +105,8 @@ class Canaries:
     def statuses(self) -> tuple[CanaryStatus, ...]:
         """Returns the status of every adapter with a canary or shadow alias, or a setting of
         these."""
-        catalog = self._catalog
-        return tuple(
-            self._status(catalog, name, split) for name, split in self._traffic.splits.items()
-        )
+        splits = self._traffic.splits.items()
+        return tuple(self._status(self._catalog, name, split) for name, split in splits)
 
     async def change(self, change: CanaryChange) -> CanaryStatus:
         """Returns the status after the change, as the registry has it then."""

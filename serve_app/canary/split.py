@@ -111,7 +111,10 @@ def read_traffic(
             desired.setdefault(setting.name, {})
     splits = {}
     for name, versions in sorted(desired.items()):
-        stable = _stable(catalog, name)
+        try:
+            stable = catalog.resolve(name).adapter
+        except RegistryError:
+            continue
         if stable is not None:
             canary = _canary(catalog, stable, versions.get(CANARY), running, vetoes, served)
             shadow = _shadow(catalog, stable, versions.get(SHADOW))
@@ -137,13 +140,6 @@ def parse_weight(text: str | None) -> float | None:
     except ValueError:
         return None
     return weight if 0 <= weight <= 1 else None
-
-
-def _stable(catalog: Catalog, name: str) -> AdapterVersion | None:
-    try:
-        return catalog.resolve(name).adapter
-    except RegistryError:
-        return None
 
 
 def _canary(

@@ -56,7 +56,10 @@ def build() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
-        _collect_less()
+        # Keeps collections of garbage from a third of a command's start, and from half a second of
+        # its end: its imports make a million objects that stay.
+        gc.set_threshold(10_000)
+        atexit.register(gc.freeze)
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -73,13 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(words: str) -> NoReturn:
     Console(stderr=True).print("[red]error:[/]", Text(words), soft_wrap=True)
     sys.exit(1)
-
-
-def _collect_less() -> None:
-    """Keeps collections of garbage from a third of a command's start, and from half a second of its
-    end: its imports make a million objects that stay."""
-    gc.set_threshold(10_000)
-    atexit.register(gc.freeze)
 
 
 def _print_version(is_wanted: bool) -> None:

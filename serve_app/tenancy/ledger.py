@@ -102,9 +102,8 @@ class Ledger:
         with self._store.transaction() as connection:
             selected = select(*columns, *priced, *sums).where(is_in)
             for row in connection.execute(selected.group_by(*columns, *priced)):
-                *values, base, rank, requests, prompt, cached, output, engine_ms = row
-                usage = Usage(int(requests), int(prompt), int(cached), int(output))
-                usage.engine_ms = float(engine_ms)
+                *values, base, rank, requests, prompt, cached, output, ms = row
+                usage = Usage(int(requests), int(prompt), int(cached), int(output), float(ms))
                 known, costs = found[tuple(values)]
                 known.add(usage)
                 costs.append(cost(usage, prices.get(base) or prices.get("*"), rank))

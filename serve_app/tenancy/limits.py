@@ -238,11 +238,7 @@ class Accounts:
     """The accounts of callers at an ingress: their limits, and their use."""
 
     def __init__(
-        self,
-        ingress_id: str,
-        lease: Claim,
-        record: Record,
-        num_ingresses: Callable[[], int],
+        self, ingress_id: str, lease: Claim, record: Record, num_ingresses: Callable[[], int]
     ) -> None:
         """`lease` and `record` call the manager."""
         self.limits = Limits(ingress_id, lease, num_ingresses)

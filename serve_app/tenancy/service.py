@@ -114,10 +114,8 @@ class KeyService:
                 )
             shown = None if before is None else _shown(before)
             act = Act(order.actor, f"key.{order.kind}", key.id, shown, _shown(key))
-            if before is None:
-                revision = await asyncio.to_thread(self.store.add_key, key, act)
-            else:
-                revision = await asyncio.to_thread(self.store.change_keys, [(key, act)])
+            is_new = before is None
+            revision = await asyncio.to_thread(self.store.write_keys, [(key, act)], is_new=is_new)
             await self._written(revision, {key.id: key})
             return line_of(key), text
 
@@ -134,7 +132,7 @@ class KeyService:
                 for key in ended.values()
             ]
             if changes:
-                revision = await asyncio.to_thread(self.store.change_keys, changes)
+                revision = await asyncio.to_thread(self.store.write_keys, changes)
                 await self._written(revision, ended)
             return list(ended)
 
@@ -290,14 +288,8 @@ def _changed(key: StoredKey, changes: Mapping[str, Any]) -> StoredKey:
 
 
 def _entry(key: StoredKey) -> KeyEntry:
-    return KeyEntry(
-        key.id,
-        key.policy,
-        key.digest,
-        key.expires_s,
-        key.previous_digest,
-        key.previous_until_s,
-    )
+    previous = key.previous_digest, key.previous_until_s
+    return KeyEntry(key.id, key.policy, key.digest, key.expires_s, *previous)
 
 
 def line_of(key: StoredKey) -> KeyLine:

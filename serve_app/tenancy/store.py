@@ -127,20 +127,19 @@ class Store:
             rows = connection.execute(sa.select(KEYS).order_by(KEYS.c.created_s)).mappings()
             return number, tuple(_key(row) for row in rows)
 
-    def add_key(self, key: StoredKey, act: Act) -> int:
-        """Stores a new key, its tenant and the act. Returns the revision after it. Raises
-        ConflictError if the alias is in use."""
-        with self._changing(key.policy.tenant) as connection:
-            connection.execute(sa.insert(KEYS).values(_row(key)))
-            _note(connection, act)
-            return _revision(connection)
-
-    def change_keys(self, changes: Sequence[tuple[StoredKey, Act]]) -> int:
-        """Replaces the rows of keys, of all or of none. Returns the revision after it. Raises
-        ConflictError if an alias is in use."""
-        with self._changing(*(key.policy.tenant for key, _ in changes)) as connection:
+    def write_keys(self, changes: Sequence[tuple[StoredKey, Act]], *, is_new: bool = False) -> int:
+        """Stores new keys, or replaces the rows of keys, of all or of none, with their tenants and
+        the acts. Returns the revision after it. Raises ConflictError if an alias is in use."""
+        with self.transaction() as connection:
+            # First: its row lock puts the changes of several managers in an order.
+            connection.execute(sa.update(REVISION).values(number=REVISION.c.number + 1))
+            for name in sorted({key.policy.tenant for key, _ in changes}):
+                tenant = sa.select(TENANTS.c.name).where(TENANTS.c.name == name)
+                if connection.execute(tenant).first() is None:
+                    connection.execute(sa.insert(TENANTS).values(name=name, created_s=time.time()))
             for key, act in changes:
-                connection.execute(sa.update(KEYS).where(KEYS.c.id == key.id).values(_row(key)))
+                change = sa.insert(KEYS) if is_new else sa.update(KEYS).where(KEYS.c.id == key.id)
+                connection.execute(change.values(_row(key)))
                 _note(connection, act)
             return _revision(connection)
 
@@ -159,18 +158,6 @@ class Store:
 
     def close(self) -> None:
         self._engine.dispose()
-
-    @contextmanager
-    def _changing(self, *tenants: str) -> Iterator[sa.Connection]:
-        """Runs a change of keys, which raises the revision by one and adds their tenants."""
-        with self.transaction() as connection:
-            # First: its row lock puts the changes of several managers in an order.
-            connection.execute(sa.update(REVISION).values(number=REVISION.c.number + 1))
-            for name in sorted(set(tenants)):
-                tenant = sa.select(TENANTS.c.name).where(TENANTS.c.name == name)
-                if connection.execute(tenant).first() is None:
-                    connection.execute(sa.insert(TENANTS).values(name=name, created_s=time.time()))
-            yield connection
 
     @contextmanager
     def transaction(self) -> Iterator[sa.Connection]:

@@ -1,4 +1,4 @@
-"""A client of the admin API. Its libraries are imported by a call, so that --help need not."""
+"""A client of the admin API. A call imports its libraries, so that --help does not load them."""
 
 from __future__ import annotations
 

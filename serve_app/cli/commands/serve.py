@@ -6,12 +6,12 @@ The environment is read here only to pass it on to the child.
 from __future__ import annotations
 
 import os
-import queue
 import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -170,24 +170,23 @@ def _check_memory(wanted: ServeFile) -> None:
 def _look_briefly(args: config.RegistryArgs) -> Catalog:
     """Raises RegistryUnavailableError after `_REGISTRY_WAIT_S`: the thread that still waits for an
     answer does not keep the process."""
-    answers: queue.Queue[Catalog | Exception] = queue.Queue()
+    answer: Future[Catalog] = Future()
 
     def look() -> None:
         try:
-            answers.put(open_configured(args).snapshot(adopt="no"))
+            answer.set_result(open_configured(args).snapshot(adopt="no"))
         except Exception as error:
-            answers.put(error)
+            answer.set_exception(error)
 
     threading.Thread(target=look, daemon=True).start()
+    if not wait((answer,), _REGISTRY_WAIT_S).done:
+        raise RegistryUnavailableError(f"no answer within {_REGISTRY_WAIT_S:g} s")
     try:
-        found = answers.get(timeout=_REGISTRY_WAIT_S)
-    except queue.Empty:
-        raise RegistryUnavailableError(f"no answer within {_REGISTRY_WAIT_S:g} s") from None
-    if isinstance(found, RegistryError):
-        raise found
-    if isinstance(found, Exception):  # for example a file without read permission
-        raise RegistryUnavailableError(f"{type(found).__name__}: {found}") from found
-    return found
+        return answer.result()
+    except RegistryError:
+        raise
+    except Exception as error:  # for example a file without read permission
+        raise RegistryUnavailableError(f"{type(error).__name__}: {error}") from error
 
 
 def _run(

@@ -21,8 +21,9 @@ FRAGMENT = re.compile(
 SENTENCE = re.compile(r"[^.:;]*, (?:it|the|a|an|each|every|this|they|all|no) [\w`'-]+ ")
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, words) of each docstring."""
+    for node in ast.walk(tree):
         if isinstance(
             node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         ) and (words := ast.get_docstring(node)):
@@ -38,7 +39,7 @@ def fragments(folder: str) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{line}: {words[:60]}"
         for path in sorted((ROOT / folder).glob("*.py"))
-        for line, words in docstrings(path)
+        for line, words in docstrings(ast.parse(path.read_text()))
         if is_fragment(words)
     ]
 

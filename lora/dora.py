@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -22,22 +21,15 @@ _CHUNK_BYTES = 16 * 1024 * 1024  # of a weight in float32 at a time
 _LITTLE = 1e-3  # of |W_i|^2 + |D_i|^2: above it, gains are within 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Gains:
-    """The gains g [out_features] float64 of one module."""
-
-    g: torch.Tensor
-    norm: float  # of the whole change of the weight, g (W + D) - W, in the Frobenius norm
-
-
 def dora_gains(
     weight: Matrix,  # [N, K], of the base, on any device
     a: torch.Tensor,  # [r, K]
     b: torch.Tensor,  # [N, r]
     scale: float,
     magnitude: torch.Tensor,  # [N]
-) -> Gains:
-    """Returns the gains; not finite where the changed row is zero or beyond float32."""
+) -> tuple[torch.Tensor, float]:
+    """Returns the gains g [N] float64, not finite where the changed row is zero or beyond float32;
+    and the Frobenius norm of the whole change of the weight, g (W + D) - W."""
     products, squares = _row_sums(weight, a)
     wide_a, wide_b = a.double(), b.double() * scale
     cross = (products * wide_b).sum(1)  # W_i D_i^T
@@ -51,7 +43,7 @@ def dora_gains(
     g = magnitude.double() / changed.clamp_min(0).sqrt()
     # |g (W + D) - W|^2 = g^2 |W + D|^2 - 2 g (|W|^2 + W D^T) + |W|^2
     change = g.square() * changed - 2 * g * (squares + cross) + squares
-    return Gains(g, math.sqrt(max(0.0, float(change.sum()))))
+    return g, math.sqrt(max(0.0, float(change.sum())))
 
 
 def _row_sums(weight: Matrix, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

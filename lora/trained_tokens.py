@@ -49,7 +49,7 @@ def read_tokens(
     pairs: Mapping[str, object],
     targets: Mapping[str, Target],
     max_rank: int,
-    base: BaseParameter | None,
+    base: BaseParameter,
 ) -> Halves:
     """Reads and checks the rows of all modules. `pairs`: the modules with A and B of their own."""
     of_module = {module: own for module in keys if (own := indices.get(module.rpartition(".")[2]))}
@@ -59,7 +59,7 @@ def read_tokens(
         )
     halves: Halves = {}
     for module, key in keys.items():
-        weight = base(f"{module}.weight") if base is not None else None
+        weight = base(f"{module}.weight")
         if weight is None:
             raise AdapterError(f"trained tokens of {module} need the base's weight of it")
         assert isinstance(weight, torch.Tensor)  # only matrices of layers are quantised
@@ -68,8 +68,7 @@ def read_tokens(
         ones[torch.arange(len(change)), torch.tensor(of_module[module])] = 1
         if module == _EMBEDDING:
             halves[module] = ones, change
-            is_tied = base is not None and base(f"{_HEAD}.weight") is weight
-            if is_tied and _HEAD in targets:
+            if _HEAD in targets and base(f"{_HEAD}.weight") is weight:  # tied
                 halves[_HEAD] = change, ones
         elif module in halves:
             raise AdapterError(f"the base ties {module} to the embedding: train the tokens of one")

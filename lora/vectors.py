@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +22,7 @@ from lora.dora import dora_gains
 from lora.errors import AdapterError
 from lora.header import TensorFile
 from lora.module_names import canonical
+from lora.module_weights import ModuleWeights, is_finite
 from lora.peft_config import PeftConfig
 from lora.sites import Target
 from lora.untrusted import shown
@@ -43,15 +44,6 @@ _WORDS = {
     "bias": "a bias of the base",
 }
 Keys = dict[str, dict[str, str]]  # module -> magnitude, lora_bias or bias -> key
-
-
-@dataclass(frozen=True, slots=True)
-class AffineParts:
-    """The changes that vectors make to one module."""
-
-    rows: torch.Tensor  # [1 or 2, out_features] float32: gains, offsets
-    g: torch.Tensor | None  # [out_features] float32, factors of the rows of B; None: all are 1
-    norm: float | None  # of the change of the weight, if it is more than that of B A
 
 
 def parse_vector_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str] | None:
@@ -113,59 +105,58 @@ def check_vectors(
                 raise AdapterError(f"{_WORDS[kind]} is missing for {module}")
 
 
-def affine_parts(
+def with_vectors(
+    plain: ModuleWeights,
     file: TensorFile,
     module: str,
     keys: Mapping[str, str],
-    a: torch.Tensor,  # [r, in_features]
-    b: torch.Tensor,  # [out_features, r]
-    scale: float,
-    base: BaseParameter | None,
-) -> AffineParts:
-    """Reads a module's vectors, at least one, and the base's parameters that they refer to."""
+    base: BaseParameter,
+) -> ModuleWeights:
+    """Adds a module's vectors, at least one, and the base's parameters that they refer to."""
     found = {kind: file.read(key).double() for kind, key in keys.items()}
     for kind, vector in found.items():
         if not bool(vector.isfinite().all()):
             raise AdapterError(f"{_WORDS[kind]} of {module} holds NaN or infinity")
-    gains, g, norm = torch.zeros(b.shape[0], dtype=torch.float64), None, None
+    gains = torch.zeros(plain.lora_b.shape[1], dtype=torch.float64)
     offsets = torch.zeros_like(gains)
-    bias = None
-    if "magnitude" in found or "bias" in found:
-        parameter = _of_base(base, module, "bias", is_needed="bias" in found)
-        if parameter is not None:
-            assert isinstance(parameter, torch.Tensor)
-            bias = parameter.cpu().double()
+    bias = torch.zeros_like(gains)  # of the base
+    parameter = base(f"{module}.bias") if "magnitude" in found else None
+    if "bias" in found:
+        parameter = _of_base(base, module, "bias")
+    if parameter is not None:
+        assert isinstance(parameter, torch.Tensor)
+        bias = parameter.cpu().double()
+    g, norm = None, None
     if "magnitude" in found:
-        weight = _of_base(base, module, "weight", is_needed=True)
-        assert weight is not None
-        dora = dora_gains(weight, a, b, scale, found["magnitude"])
-        if not bool(dora.g.isfinite().all()):
+        weight = _of_base(base, module, "weight")
+        g, norm = dora_gains(weight, plain.lora_a, plain.lora_b.T, plain.scale, found["magnitude"])
+        if not bool(g.isfinite().all()):
             raise AdapterError(
                 f"DoRA's magnitudes of {module} cannot be divided by the norms of its rows: a row "
                 "is zero, or too large"
             )
-        g, norm = dora.g.float(), dora.norm
-        gains = dora.g - 1
-        if bias is not None:
-            offsets -= gains * bias
+        gains = g - 1
+        offsets -= gains * bias
     if "bias" in found:
-        assert bias is not None
         offsets += found["bias"] - bias
     if "lora_bias" in found:
-        offsets += scale * found["lora_bias"]
+        offsets += plain.scale * found["lora_bias"]
     rows = torch.stack((gains, offsets)) if bool(offsets.any()) else gains[None]
     rows = rows.float()
     if not bool(rows.isfinite().all()):
         raise AdapterError(f"the gains or offsets of {module} overflow float32")
-    return AffineParts(rows, g, norm)
+    if g is None:
+        return replace(plain, affine=rows)
+    b = plain.b * g.float()
+    if not is_finite(b):
+        raise AdapterError(f"lora_B of {module} times DoRA's gains overflows float32")
+    return ModuleWeights(plain.lora_a, b, affine=rows, norm=norm)
 
 
-def _of_base(
-    base: BaseParameter | None, module: str, name: str, *, is_needed: bool
-) -> Matrix | None:
+def _of_base(base: BaseParameter, module: str, name: str) -> Matrix:
     """Returns the base's parameter where it lies."""
-    parameter = base(f"{module}.{name}") if base is not None else None
-    if parameter is None and is_needed:
+    parameter = base(f"{module}.{name}")
+    if parameter is None:
         raise AdapterError(
             f"the adapter needs the base's {name} of {module}, and the base has none"
         )

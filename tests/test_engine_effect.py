@@ -18,7 +18,6 @@ from engine.checks.effect_report import EffectReport, LogitChange, ModuleNorm, P
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_memory import available_bytes
 from lora.adapter import ModuleWeights
-from lora.norms import delta_norm
 from tests.engine_helpers import VOCAB, hf_logits, load_hf, make_adapter, make_base, random_prompt
 from tests.peft_kinds import save_peft
 from tests.test_engine_alora import make_alora
@@ -62,14 +61,14 @@ def test_norm_is_that_of_the_product_which_is_never_made(rank: int, wide: int, t
     a = torch.randn(rank, wide, generator=generator)
     b = torch.randn(rank, tall, generator=generator)
     product = b.double().T @ a.double()
-    assert delta_norm(ModuleWeights(a, b)) == pytest.approx(float(product.norm()), rel=1e-9)
+    assert ModuleWeights(a, b).delta_norm() == pytest.approx(float(product.norm()), rel=1e-9)
 
 
 def test_norm_of_halves_that_never_meet_is_zero() -> None:
     """Neither is zero, their product is."""
     a = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
     b = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
-    assert delta_norm(ModuleWeights(a, b)) == 0
+    assert ModuleWeights(a, b).delta_norm() == 0
 
 
 def test_norms_are_those_of_pefts_own_delta_weights(base: Path, tmp_path: Path) -> None:

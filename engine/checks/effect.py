@@ -36,7 +36,6 @@ from engine.weights import WeightBuilder
 from kernels.backend import reference_only
 from lora.adapter import Adapter, TensorMatch, match_tensors
 from lora.errors import AdapterError
-from lora.norms import delta_norm
 from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from lora.sites import Site, targets_by_module
@@ -175,7 +174,7 @@ def _norms(
             module=module,
             site=target.site.name,
             rank=adapter.modules[module].rank,
-            delta=delta_norm(adapter.modules[module]),
+            delta=adapter.modules[module].delta_norm(),
             base=weights.get(module),
         )
         for module, target in targets_by_module(sites).items()

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from lora.adapter_keys import copied_module, is_unread, parse_key, spelling_in
 from lora.convert import in_turns
 from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
-from lora.module_names import Spelling
 from lora.module_weights import ModuleWeights as ModuleWeights
 from lora.module_weights import is_finite
 from lora.peft_config import PeftConfig, read_peft_config
@@ -66,12 +65,8 @@ def match_tensors(path: Path, sites: Sequence[Site]) -> TensorMatch:
         keys = tuple(file.entries)
     read = [key for key in keys if not is_unread(key)]
     for key in read:
-        if copied_module(key, targets) is not None:
-            continue
         try:
-            is_known = parse_token_key(key, targets) or parse_vector_key(key, targets)
-            if is_known is None:
-                parse_key(key, targets)
+            _parse(key, targets)
         except AdapterError as error:
             reasons.append(str(error))
     return TensorMatch(len(read) - len(reasons), tuple(reasons))
@@ -92,6 +87,7 @@ def read_adapter(
     config = read_peft_config(path)
     targets = targets_by_module(sites)
     with open_weights(path) as file:
+        config = replace(config, spelling=spelling_in(file.entries))
         found = _check_header(file, targets, config, max_rank, base)
         modules = _read_modules(file, found.pairs, config, buffer or ReadBuffer())
         for module, keys in in_turns(found.vectors.items()):
@@ -144,6 +140,18 @@ class _Found:
         yield from self.tokens.values()
 
 
+def _parse(key: str, targets: Mapping[str, Target]) -> tuple[str, str, str]:
+    """Returns the role of a tensor (pair, vector, tokens or copy), its module and its part. Raises
+    AdapterError if it has none."""
+    if (module := copied_module(key, targets)) is not None:
+        return "copy", module, ""
+    if (module := parse_token_key(key, targets)) is not None:
+        return "tokens", module, ""
+    if (vector := parse_vector_key(key, targets)) is not None:
+        return "vector", *vector
+    return "pair", *parse_key(key, targets)
+
+
 def _check_header(
     file: TensorFile,
     targets: Mapping[str, Target],
@@ -153,34 +161,27 @@ def _check_header(
 ) -> _Found:
     """Makes all checks that need only the header, and those of copies of the base's weights. The
     pairs are in the order of the targets."""
-    pairs: Keys = {}
-    vectors: Keys = {}
-    tokens: dict[str, str] = {}
-    copies: dict[str, str] = {}  # module -> key
+    found: dict[str, Keys] = {role: {} for role in ("pair", "vector", "tokens", "copy")}
     for key in in_turns(file.entries):
         if is_unread(key):
             continue
-        if (copied := copied_module(key, targets)) is not None:
-            copies[copied] = key
-            continue
-        trained = parse_token_key(key, targets)
-        if trained is not None:
-            if trained in tokens:
-                raise AdapterError(f"trained tokens of {trained} are in the file twice")
-            tokens[trained] = key
-            continue
-        vector = parse_vector_key(key, targets)
-        module, part = vector or parse_key(key, targets)
-        found = pairs if vector is None else vectors
-        if part in found.setdefault(module, {}):
-            what = f"lora_{part}" if vector is None else part
-            raise AdapterError(f"{what} of {module} is in the file twice")
-        found[module][part] = key
-    spelling = spelling_in(file.entries)
-    _check_complete(pairs, targets, config, spelling)
+        role, module, part = _parse(key, targets)
+        parts = found[role].setdefault(module, {})
+        if part in parts and role != "copy":
+            what = f"trained tokens of {module} are"
+            if part:
+                what = f"{part if role == 'vector' else f'lora_{part}'} of {module} is"
+            raise AdapterError(f"{what} in the file twice")
+        parts[part] = key
+    pairs, vectors = found["pair"], found["vector"]
+    tokens, copies = (
+        {module: keys[""] for module, keys in found[role].items()} for role in ("tokens", "copy")
+    )
+    _check_complete(pairs)
+    check_targets(pairs, targets, config)
     for module, keys in in_turns(pairs.items()):
         a, b = file.entries[keys["A"]], file.entries[keys["B"]]
-        _check_shapes(targets[module], a, b, config.rank_of(spelling.spell(module)), max_rank)
+        _check_shapes(targets[module], a, b, config.rank_of(module), max_rank)
     check_vectors(file, vectors, pairs, config, targets)
     if config.invocation:
         _check_invocable(pairs, vectors, tokens, targets)
@@ -213,15 +214,10 @@ def _read_modules(
 ) -> dict[str, ModuleWeights]:
     """Reads the weights and checks every number."""
     keys = [key for pair in pairs.values() for key in pair.values()]
-    spelling = spelling_in(file.entries)
     tensors, largest = file.read_all(keys, buffer)
     modules: dict[str, ModuleWeights] = {}
     for module, pair in in_turns(pairs.items()):
-        a, b, scale = (
-            tensors[pair["A"]],
-            tensors[pair["B"]],
-            config.scale_of(spelling.spell(module)),
-        )
+        a, b, scale = tensors[pair["A"]], tensors[pair["B"]], config.scale_of(module)
         # Rounded up: the products are of float32.
         bound = largest * max(1.0, abs(scale)) * (1 + 1e-6)
         if bound > torch.finfo(torch.float32).max:
@@ -255,25 +251,28 @@ def _no_weights_reason(path: Path) -> str:
     return f"the folder has no {WEIGHTS_FILE}"
 
 
-def _check_complete(
-    pairs: Mapping[str, Mapping[str, str]],
-    targets: Mapping[str, Target],
-    config: PeftConfig,
-    spelling: Spelling,
-) -> None:
+def _check_complete(pairs: Keys) -> None:
     if not pairs:
         raise AdapterError(f"{WEIGHTS_FILE} holds no LoRA tensors")
     for module, keys in in_turns(pairs.items()):
         for half in "AB":
             if half not in keys:
                 raise AdapterError(f"lora_{half} of {module} is missing")
-        if not config.targets(targets[module].site, spelling.spell(module)):
+
+
+def check_targets(
+    found: Collection[str], targets: Mapping[str, Target], config: PeftConfig
+) -> None:
+    """Refuses modules with tensors in the file that are no targets of the configuration, and the
+    reverse."""
+    for module, target in in_turns(targets.items()):
+        is_target = config.targets(target.site, module)
+        if is_target and module not in found:
+            raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
+        if module in found and not is_target:
             raise AdapterError(
                 f"the file has tensors for {module}, which target_modules does not name"
             )
-    for module, target in in_turns(targets.items()):
-        if module not in pairs and config.targets(target.site, spelling.spell(module)):
-            raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
 
 
 def _check_shapes(

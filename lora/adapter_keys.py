@@ -33,6 +33,17 @@ def copied_module(key: str, targets: Mapping[str, Target]) -> str | None:
     return module if module in targets else None
 
 
+def module_of(key: str, name: str, targets: Mapping[str, Target]) -> str:
+    """Returns the module that a key calls `name`. Raises AdapterError if the base has none."""
+    module = canonical(name)
+    if module not in targets:
+        raise AdapterError(
+            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
+            "be adapted"
+        )
+    return module
+
+
 def spelling_in(keys: Iterable[str]) -> Spelling:
     """Returns the form of the file's modules, which is that of the names in its configuration."""
     return spelling_of(key.removeprefix(_MODEL) for key in keys)
@@ -43,12 +54,7 @@ def parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
-    module = canonical(match["module"])
-    if module not in targets:
-        raise AdapterError(
-            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
-            "be adapted"
-        )
+    module = module_of(key, match["module"], targets)
     kind = "linear" if match["linear"] else "embedding"
     if targets[module].site.kind != kind:
         raise AdapterError(f"tensor {shown(key)} is of the {kind} form, {module} is not")

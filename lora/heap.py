@@ -24,7 +24,8 @@ from kernels.lora_shrink_expand import Affine, Delta, EmbeddingDelta
 from lora.page_image import PackedAdapter, PageLayout, Strip, in_blocks
 from lora.sites import Site
 
-Deltas = Mapping[str, tuple[Delta | Affine, ...] | tuple[EmbeddingDelta, ...]]
+SiteDeltas = tuple[Delta | Affine, ...] | tuple[EmbeddingDelta, ...]
+Deltas = Mapping[str, SiteDeltas]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,23 +50,17 @@ def apply_lora_(
     x: torch.Tensor,  # [T, K]
     batch: LoraBatch,
 ) -> None:
-    for own, tokens in zip(batch.deltas, batch.tokens, strict=True):
-        for deltas, weight in own:
-            found = deltas.get(site.name)
-            if found is not None and tokens is not None:
-                lora_add_(outputs, x, tokens, cast("tuple[Delta | Affine, ...]", found), weight)
+    for tokens, found, weight in batch.deltas_at(site.name):
+        lora_add_(outputs, x, tokens, cast("tuple[Delta | Affine, ...]", found), weight)
 
 
 def apply_lora_embedding_(
     site: Site, y: torch.Tensor, token_ids: torch.Tensor, batch: LoraBatch
 ) -> None:
     """Adds to y [T, H], the base's embedding of token_ids [T]."""
-    for own, tokens in zip(batch.deltas, batch.tokens, strict=True):
-        for deltas, weight in own:
-            found = deltas.get(site.name)
-            if found is not None and tokens is not None:
-                rows = cast("tuple[EmbeddingDelta, ...]", found)
-                lora_embed_add_(y, token_ids, tokens, rows, weight)
+    for tokens, found, weight in batch.deltas_at(site.name):
+        rows = cast("tuple[EmbeddingDelta, ...]", found)
+        lora_embed_add_(y, token_ids, tokens, rows, weight)
 
 
 @dataclass(frozen=True, slots=True)

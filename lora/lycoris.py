@@ -16,13 +16,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from lora.adapter import WEIGHTS_FILE, open_weights
+from lora.adapter import WEIGHTS_FILE, check_targets, open_weights
 from lora.adapter_keys import is_unread, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
@@ -35,7 +35,7 @@ from lora.low_rank import (
     is_small,
     least_rank,
 )
-from lora.module_names import Spelling, canonical
+from lora.module_names import canonical
 from lora.peft_config import CONFIG_FILE, PeftConfig, read_lycoris_config
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import open_regular, shown
@@ -81,8 +81,8 @@ def convert_to_lora(
     largest = 0.0
     with open_weights(folder) as file:
         keys = _keys_by_module(file, kind, targets)
-        spelling = spelling_in(file.entries)
-        _check_targets(keys, config, targets, spelling)
+        config = replace(config, spelling=spelling_in(file.entries))
+        check_targets(keys, targets, config)
         what = f"the conversion of {_NAMES[kind]} to LoRA"
         work = sum(_flops(file, kind, targets[m], keys[m], limits.max_rank) for m in keys)
         minutes = limits.check_estimate(work, what)
@@ -91,7 +91,7 @@ def convert_to_lora(
             notice(minutes, done, len(keys))
             limits.check_time(began_s, what)
             found = _read_parts(file, module, parts)
-            scale = config.scale_of(spelling.spell(module))
+            scale = config.scale_of(module)
             factors = _factor(kind, targets[module], found, scale, limits.max_rank)
             rank, error = least_rank(factors, module, limits.max_rank, limits.max_error)
             prefix = f"base_model.model.{module}"
@@ -148,22 +148,6 @@ def _keys_by_module(
     if not found:
         raise AdapterError(f"{WEIGHTS_FILE} holds no {_NAMES[kind]} tensors")
     return {module: found[module] for module in targets if module in found}
-
-
-def _check_targets(
-    keys: Mapping[str, object],
-    config: PeftConfig,
-    targets: Mapping[str, Target],
-    spelling: Spelling,
-) -> None:
-    for module, target in targets.items():
-        is_target = config.targets(target.site, spelling.spell(module))
-        if is_target and module not in keys:
-            raise AdapterError(f"target_modules names {module}, the file has no tensors for it")
-        if module in keys and not is_target:
-            raise AdapterError(
-                f"the file has tensors for {module}, which target_modules does not name"
-            )
 
 
 def _read_parts(file: TensorFile, module: str, keys: Mapping[str, str]) -> Parts:

@@ -7,14 +7,14 @@ a key are applied one after the other, so a row's bits depend on its own key onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.lora_shrink_expand import Tokens
 from lora.adapter_key import key_adapters
-from lora.heap import Deltas
+from lora.heap import Deltas, SiteDeltas
 from lora.pool import AdapterPool
 
 WeightedDeltas = tuple[tuple[Deltas, float], ...]  # of each adapter of a key, with its weight
@@ -29,6 +29,13 @@ class LoraBatch:
 
     def targets(self, site: str) -> bool:
         return any(site in deltas for own in self.deltas for deltas, _ in own)
+
+    def deltas_at(self, site: str) -> Iterator[tuple[Tokens, SiteDeltas, float]]:
+        """Yields each adapter's tokens, deltas and weight at a site."""
+        for own, tokens in zip(self.deltas, self.tokens, strict=True):
+            for deltas, weight in own:
+                if tokens is not None and site in deltas:
+                    yield tokens, deltas[site], weight
 
     def select(self, rows: Sequence[int]) -> LoraBatch:
         """Returns the same for some rows of the step, e.g. those whose logits are computed."""

@@ -40,6 +40,7 @@ _TOKEN = re.compile(
     """,
     re.ASCII | re.VERBOSE,
 )
+AT_END = r"(.*\.)?({})"  # PEFT's `re.match(rf"(.*\.)?({text})$", name)`, names being of one line
 # `re` warns that these will mean sets of sets; `regex` reads [:alpha:] as a class.
 _SET_IN_SET = re.compile(r".+\[|.*(?:--|&&|~~|\|\|)")
 
@@ -65,27 +66,19 @@ class NameList:
 
     names: frozenset[str]
 
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
     def matches(self, name: str) -> bool:
+        if not self.names:
+            return False
         parts = name.split(".")
         return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
-
-    def has(self, name: str) -> bool:
-        return name in self.names
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A regular expression of the adapter."""
 
-    text: str
     compiled: regex.Pattern[str]
     limits: Limits
-
-    def __bool__(self) -> bool:
-        return bool(self.text)
 
     def matches(self, name: str) -> bool:
         """Returns the result of `re.fullmatch`; raises AdapterError at the deadline."""
@@ -107,7 +100,11 @@ class PatternTable(Generic[T]):
             raise AdapterError(f"{field} has {len(values)} keys, the limit is {_MAX_KEYS}")
         self._limits = limits
         self._rows = tuple(
-            (key, None if _PLAIN.fullmatch(key) else compile_end(key, field, limits), value)
+            (
+                key,
+                None if _PLAIN.fullmatch(key) else compile_pattern(key, field, limits, AT_END),
+                value,
+            )
             for key, value in values.items()
         )
 
@@ -119,24 +116,15 @@ class PatternTable(Generic[T]):
         return default
 
 
-def compile_pattern(text: str, field: str, limits: Limits) -> Pattern:
-    return _compile(text, "{}", field, limits)
-
-
-def compile_end(text: str, field: str, limits: Limits) -> Pattern:
-    """Compiles the pattern of PEFT's `re.match(rf"(.*\\.)?({text})$", name)`, names being of one
-    line."""
-    return _compile(text, r"(.*\.)?({})", field, limits)
-
-
-def _compile(text: str, frame: str, field: str, limits: Limits) -> Pattern:
+def compile_pattern(text: str, field: str, limits: Limits, frame: str = "{}") -> Pattern:
+    """`frame`: the pattern that is matched, with {} for the text."""
     try:
         if len(text) <= _MAX_PATTERN:
             limits.num_characters += _check(text)
             if limits.num_characters <= _MAX_ALL:
                 re.compile(text)
                 compiled = regex.compile(frame.replace("{}", text), cache_pattern=False)
-                return Pattern(text, compiled, limits)
+                return Pattern(compiled, limits)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         reason = "groups are nested too deep" if isinstance(error, RecursionError) else error
         raise AdapterError(

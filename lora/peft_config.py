@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from lora.errors import AdapterError
+from lora.module_names import Spelling
 from lora.patterns import Limits, NameList, Pattern, PatternTable, compile_pattern
 from lora.sites import Site
 from lora.untrusted import open_regular, parse_object, read_up_to, shown, shown_value
@@ -72,25 +73,28 @@ class PeftConfig:
     base_name: str | None = None  # of the base that it was trained on, as the file names it
     # aLoRA: the adapter is active from the last occurrence of these in the prompt on; (): always
     invocation: tuple[int, ...] = ()
+    spelling: Spelling = field(default_factory=Spelling)  # of the names above
 
     def rank_of(self, module: str) -> int:
-        return self.ranks.find(module, self.rank)
+        return self.ranks.find(self.spelling.spell(module), self.rank)
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        alpha = self.alphas.find(module, self.alpha)
+        alpha = self.alphas.find(self.spelling.spell(module), self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, site: Site, module: str) -> bool:
-        if self.exclude_modules and self.exclude_modules.matches(module):
+        name = self.spelling.spell(module)
+        if self.exclude_modules.matches(name):
             return False
         if self.target_modules is None:
             return site.kind == "linear" and site.name != "lm_head"
-        if not self.target_modules.matches(module):
+        if not self.target_modules.matches(name):
             return False
         if isinstance(self.target_modules, Pattern) or not self.layers_to_transform:
             return True
-        return self.target_modules.has(module) or self._layer_of(module) in self.layers_to_transform
+        is_named = name in self.target_modules.names
+        return is_named or self._layer_of(name) in self.layers_to_transform
 
     def _layer_of(self, module: str) -> int | None:
         patterns = [rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\." for p in self.layers_pattern]
@@ -102,7 +106,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    fields = _read_json(folder)
+    fields = read_fields(folder)
     _refuse_other_kinds(fields.get("peft_type"))
     _refuse_unsupported(fields)
     config = replace(
@@ -123,7 +127,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
 
 def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     """Returns the kind, LOHA or LOKR, and the fields that such adapters share with LoRA."""
-    fields = _read_json(folder)
+    fields = read_fields(folder)
     kind = fields.get("peft_type")
     if kind not in CONVERTED_KINDS:
         raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
@@ -132,20 +136,6 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
         raise AdapterError(f"the adapter uses {words}, which is not supported: {remedy}")
     assert isinstance(kind, str)
     return kind, _parse(fields, "alpha")
-
-
-def read_fields(folder: Path) -> dict[str, object]:
-    """Returns the configuration unchecked. Raises AdapterError if it is not JSON."""
-    return _read_json(folder)
-
-
-def refuse_saved_modules(names: Sequence[str]) -> NoReturn:
-    """Raises AdapterError for saved modules that are not served."""
-    raise AdapterError(
-        f"the adapter saves whole modules ({', '.join(map(shown, names))}), which is not supported "
-        "but for lm_head and embed_tokens: train them with LoRA, or merge the adapter and register "
-        "a base"
-    )
 
 
 def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
@@ -171,7 +161,8 @@ def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
     )
 
 
-def _read_json(folder: Path) -> dict[str, object]:
+def read_fields(folder: Path) -> dict[str, object]:
+    """Returns the configuration unchecked. Raises AdapterError if it is not a JSON object."""
     try:
         with open_regular(folder / CONFIG_FILE) as file:
             text = read_up_to(file, _MAX_BYTES + 1)

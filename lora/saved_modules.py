@@ -26,8 +26,9 @@ from lora.header import TensorFile
 from lora.low_rank import ConversionLimits, decompose, flops, halves, least_rank, working_bytes
 from lora.lycoris import Notice, copy_other_files
 from lora.module_names import canonical
-from lora.peft_config import CONFIG_FILE, read_fields, refuse_saved_modules
+from lora.peft_config import CONFIG_FILE, read_fields
 from lora.sites import Site, Target, targets_by_module
+from lora.untrusted import shown
 from lora.vectors import BaseParameter, parse_vector_key
 
 _MODULES = {"lm_head": "lm_head", "embed_tokens": "model.embed_tokens"}
@@ -135,7 +136,11 @@ def _names(fields: Mapping[str, object]) -> list[str]:
         raise AdapterError("modules_to_save is not a list of names")
     ends = [name.rpartition(".")[2] for name in named]
     if others := [name for name, end in zip(named, ends, strict=True) if end not in _MODULES]:
-        refuse_saved_modules(others)
+        raise AdapterError(
+            f"the adapter saves whole modules ({', '.join(map(shown, others))}), which is not "
+            "supported but for lm_head and embed_tokens: train them with LoRA, or merge the "
+            "adapter and register a base"
+        )
     return [_MODULES[end] for end in dict.fromkeys(ends)]
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -57,9 +58,7 @@ def read_up_to(file: FileIO, num_bytes: int) -> bytes:
 def parse_object(text: bytes, name: str) -> dict[str, object]:
     """Parses a JSON object. Errors call the text `name`."""
     try:
-        value: object = json.loads(text.decode(), object_pairs_hook=_no_key_twice)
-    except _KeyTwice as error:
-        raise AdapterError(f"{name} names {shown(error.key)} twice") from None
+        value: object = json.loads(text.decode(), object_pairs_hook=partial(_no_key_twice, name))
     except (ValueError, RecursionError):
         raise AdapterError(f"{name} is not valid JSON") from None
     if not isinstance(value, dict):
@@ -85,17 +84,11 @@ def shown_value(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
-class _KeyTwice(ValueError):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _no_key_twice(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+def _no_key_twice(name: str, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
-            raise _KeyTwice(key)
+            raise AdapterError(f"{name} names {shown(key)} twice")
         found[key] = value
     return found
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 import torch
 
 from kernels.matrix import Matrix
+from lora.adapter_keys import module_of
 from lora.dora import dora_gains
 from lora.errors import AdapterError
 from lora.header import TensorFile
-from lora.module_names import canonical
 from lora.module_weights import ModuleWeights, is_finite
 from lora.peft_config import PeftConfig
 from lora.sites import Target
@@ -51,12 +51,7 @@ def parse_vector_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    module, kind = canonical(match["module"]), str(match.lastgroup)
-    if module not in targets:
-        raise AdapterError(
-            f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
-            "be adapted"
-        )
+    module, kind = module_of(key, match["module"], targets), str(match.lastgroup)
     if targets[module].site.is_optional:
         raise AdapterError(
             f"tensor {shown(key)} is {_WORDS[kind]}, which is not supported at {module}: leave it "

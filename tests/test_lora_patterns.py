@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lora.errors import AdapterError
-from lora.patterns import Limits, NameList, PatternTable, compile_end, compile_pattern
+from lora.patterns import AT_END, Limits, NameList, PatternTable, compile_pattern
 from tests.benchmarks.fuzz_configs import EVIL_PATTERNS
 
 MODULE = "model.layers.11.self_attn.q_proj"
@@ -52,7 +52,7 @@ def test_matching_is_that_of_re(pattern: str, name: str) -> None:
     ours = compile_pattern(pattern, "target_modules", Limits())
     assert ours.matches(name) == (expected.fullmatch(name) is not None)
     at_end = re.match(rf"(.*\.)?({pattern})$", name) is not None
-    assert compile_end(pattern, "rank_pattern", Limits()).matches(name) == at_end
+    assert compile_pattern(pattern, "rank_pattern", Limits(), AT_END).matches(name) == at_end
 
 
 @given(st.lists(st.text("ab.q_", min_size=1, max_size=4), max_size=4), st.text("ab.q_", max_size=8))

@@ -9,14 +9,17 @@ never read. Free of the pool and the registry; the caller provides the folder's 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from lora.adapter_keys import copied_module, is_unread, parse_key, spelling_in
 from lora.convert import in_turns
@@ -24,7 +27,7 @@ from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
 from lora.module_weights import ModuleWeights as ModuleWeights
 from lora.module_weights import is_finite
-from lora.peft_config import PeftConfig, read_peft_config
+from lora.peft_config import CONFIG_FILE, PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
 from lora.trained_tokens import parse_token_key, read_tokens
 from lora.untrusted import open_regular, shown, shown_value
@@ -33,6 +36,7 @@ from lora.vectors import BaseParameter, Keys, check_vectors, parse_vector_key, w
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,21 @@ def open_weights(path: Path) -> Iterator[TensorFile]:
         raise AdapterError(_no_weights_reason(path)) from None
     except OSError as error:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
+
+
+def write_adapter(
+    folder: Path, out: Path, fields: Mapping[str, object], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Writes an adapter made of that in `folder` to the empty folder `out`, with copies of its
+    other files; a tokenizer or a chat template may be among them."""
+    for path in sorted(folder.iterdir()):
+        if path.name in (CONFIG_FILE, WEIGHTS_FILE) or path.suffix in _PICKLES or path.is_dir():
+            continue
+        with open_regular(path) as source, (out / path.name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    (out / CONFIG_FILE).write_text(json.dumps(fields, indent=1) + "\n")
+    # One entry: the order of several changes with each call, and with it the content's digest.
+    save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +261,7 @@ def _kind(config: PeftConfig, found: _Found) -> str:
 
 
 def _no_weights_reason(path: Path) -> str:
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
+    pickles = sorted(p.name for end in _PICKLES for p in path.glob(f"*{end}"))
     if pickles:
         return (
             f"the weights are a pickle ({shown(pickles[0])}), which is never read: save as "

@@ -108,11 +108,20 @@ class BlockTable:
 
         Idle adapters among the `protected` are evicted only if the others are not enough.
         """
-        placement = self._place(digest, num_blocks, protected)
-        if placement is not None:
-            self._references[digest] += 1
-            self._idle.pop(digest, None)
-        return placement
+        assert num_blocks > 0
+        is_new, evicted = digest not in self._blocks, tuple[str, ...]()
+        if not is_new:
+            self._blocks.move_to_end(digest)
+        else:
+            victims = self._victims(num_blocks, protected)
+            if victims is None:
+                return None
+            for victim in victims:
+                self.drop(victim)
+            self._blocks[digest], evicted = self._free.take(num_blocks), victims
+        self._references[digest] = self.num_references(digest) + 1
+        self._idle.pop(digest, None)
+        return Placement(self._blocks[digest], is_new, evicted)
 
     def acquire_keeping(
         self, digest: str, num_blocks: int, protected: Collection[str]
@@ -143,20 +152,6 @@ class BlockTable:
     def unpin(self, digest: str) -> None:
         self._pinned.discard(digest)
         self._note_if_idle(digest)
-
-    def _place(self, digest: str, num_blocks: int, protected: Collection[str]) -> Placement | None:
-        assert num_blocks > 0
-        if digest in self._blocks:
-            self._blocks.move_to_end(digest)
-            return Placement(self._blocks[digest], is_new=False)
-        evicted = self._victims(num_blocks, protected)
-        if evicted is None:
-            return None
-        for victim in evicted:
-            self.drop(victim)
-        self._blocks[digest] = self._free.take(num_blocks)
-        self._references[digest] = 0
-        return Placement(self._blocks[digest], is_new=True, evicted=evicted)
 
     def _note_if_idle(self, digest: str) -> None:
         if digest in self._blocks and digest not in self._idle and self.is_evictable(digest):

@@ -10,19 +10,16 @@ LoRA of the same rank is closer; see `low_rank` for the others.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from lora.adapter import WEIGHTS_FILE, check_targets, open_weights
+from lora.adapter import WEIGHTS_FILE, check_targets, open_weights, write_adapter
 from lora.adapter_keys import is_unread, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
@@ -36,16 +33,15 @@ from lora.low_rank import (
     least_rank,
 )
 from lora.module_names import canonical
-from lora.peft_config import CONFIG_FILE, PeftConfig, read_lycoris_config
+from lora.peft_config import read_lycoris_config
 from lora.sites import Site, Target, targets_by_module
-from lora.untrusted import open_regular, shown
+from lora.untrusted import shown
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)(?:\.default)?"
 )
 _NAMES = {"LOHA": "LoHa", "LOKR": "LoKr"}
-_PICKLES = (".bin", ".pt", ".pth")
 
 # Receives the minutes that the work will take, the modules done and all of them.
 Notice = Callable[[float, int, int], None]
@@ -98,12 +94,8 @@ def convert_to_lora(
             a, b = halves(factors, rank)
             tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
             ranks[module], largest = rank, max(largest, error)
-    conversion = Conversion(_NAMES[kind], max(ranks.values()), largest)
-    copy_other_files(folder, out)
-    _write_config(out, ranks, conversion, config)
-    # One entry: the order of several changes with each call, and with it the content's digest.
-    save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
-    return conversion
+    write_adapter(folder, out, _fields(ranks, config.base_name), tensors)
+    return Conversion(_NAMES[kind], max(ranks.values()), largest)
 
 
 def _flops(
@@ -256,29 +248,19 @@ def _check_shape(found: tuple[int, int], target: Target) -> None:
         )
 
 
-def copy_other_files(folder: Path, out: Path) -> None:
-    """Copies the files next to the weights; a tokenizer or a chat template may be among them."""
-    for path in sorted(folder.iterdir()):
-        if path.name in (CONFIG_FILE, WEIGHTS_FILE) or path.suffix in _PICKLES or path.is_dir():
-            continue
-        with open_regular(path) as source, (out / path.name).open("wb") as target:
-            shutil.copyfileobj(source, target)
-
-
-def _write_config(
-    out: Path, ranks: Mapping[str, int], conversion: Conversion, config: PeftConfig
-) -> None:
-    """Alpha is the rank in every module: the scale is 1, and in B and A."""
-    others = {module: rank for module, rank in ranks.items() if rank != conversion.rank}
-    fields = {
+def _fields(ranks: Mapping[str, int], base_name: str | None) -> dict[str, object]:
+    """Returns the configuration. Alpha is the rank in every module: the scale is 1, and in B and
+    A."""
+    largest = max(ranks.values())
+    others = {module: rank for module, rank in ranks.items() if rank != largest}
+    return {
         "peft_type": "LORA",
-        "base_model_name_or_path": config.base_name,
-        "r": conversion.rank,
-        "lora_alpha": conversion.rank,
+        "base_model_name_or_path": base_name,
+        "r": largest,
+        "lora_alpha": largest,
         "target_modules": list(ranks),
         "rank_pattern": others,
         "alpha_pattern": others,
         "bias": "none",
         "inference_mode": True,
     }
-    (out / CONFIG_FILE).write_text(json.dumps(fields, indent=1) + "\n")

@@ -104,9 +104,10 @@ class PageLayout:
         self.is_int8 = is_int8
         self.has_affine = has_affine
         row_bytes = PAGE_ROWS * self.row_dtype.itemsize
-        widest = max(
-            (w for site in sites if not site.is_optional for w in _widths(site)), default=1
-        )
+        usual = [site for site in sites if not site.is_optional]
+        slices = [part for site in usual for part in site.slices]
+        widths = [site.in_features for site in usual] + [part.out_features for part in slices]
+        widest = max(widths, default=1)
         # A power of two that holds any strip but those of optional sites.
         self.block_bytes = max(_MIN_BLOCK_BYTES, 1 << (widest * row_bytes - 1).bit_length())
         self._max_width = self.block_bytes // row_bytes
@@ -127,8 +128,7 @@ class PageLayout:
                 entry
             )
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
-        usual = (part.module for site in sites if not site.is_optional for part in site.slices)
-        self.page_bytes = self._bytes_of(dict.fromkeys(usual, (PAGE_ROWS, 0)))
+        self.page_bytes = self._bytes_of({part.module: (PAGE_ROWS, 0) for part in slices})
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -281,17 +281,16 @@ class PageLayout:
         """Yields A of each slice, then B of each slice, then the affine rows of each."""
         for index, part in enumerate(site.slices):
             yield from self._pieces(site, index, part.module, "a", site.in_features)
-        offsets: dict[str, int] = defaultdict(int)
+        offsets: list[int] = []  # of the slices, in the columns of their modules
+        ends: dict[str, int] = defaultdict(int)
         for index, part in enumerate(site.slices):
-            offset = offsets[part.module]
-            yield from self._pieces(site, index, part.module, "b", part.out_features, offset)
-            offsets[part.module] += part.out_features
+            offsets.append(ends[part.module])
+            ends[part.module] += part.out_features
+            yield from self._pieces(site, index, part.module, "b", part.out_features, offsets[-1])
         if self.has_affine and not site.is_optional:
-            offsets.clear()
             for index, part in enumerate(site.slices):
-                width, offset = part.out_features, offsets[part.module]
+                width, offset = part.out_features, offsets[index]
                 yield Strip(site.name, index, part.module, "affine", 0, width, offset)
-                offsets[part.module] += width
 
     def _pieces(
         self,
@@ -336,11 +335,6 @@ def _check_widths(strips: Sequence[Strip]) -> None:
                 f"adapters in int8 need widths that are multiples of {INT8_GROUP}, but "
                 f"{strip.module} has one of {strip.width}"
             )
-
-
-def _widths(site: Site) -> Iterator[int]:
-    yield site.in_features
-    yield from (part.out_features for part in site.slices)
 
 
 def _side(weights: ModuleWeights, strip: Strip) -> tuple[torch.Tensor, float]:

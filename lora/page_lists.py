@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lora.adapter_key import WeightedAdapter, key_adapters
+from lora.adapter_key import key_adapters
 from lora.page_image import PackedAdapter
 
 
@@ -64,43 +64,35 @@ class PageLists:
             self._num_pages -= held.num_pages
             del self._held[key]
 
-    def known(self, key: str) -> PageList | None:
-        """Returns the list of a key in use that was made before."""
-        held = self._held.get(key)
-        return None if held is None else held.found
-
-    def make(
-        self, key: str, adapters: Sequence[PackedAdapter], pages: Callable[[str], tuple[int, ...]]
-    ) -> PageList:
-        """Returns the list of a key. `pages`: returns the pages of a digest on the device, which
-        stay while the key is in use."""
-        held = self._held.get(key)
-        found = self._make(key_adapters(key), adapters, pages)
-        if held is not None:
-            held.found = found
-        return found
-
-    def _make(
+    def find(
         self,
-        parts: Sequence[WeightedAdapter],
-        adapters: Sequence[PackedAdapter],
+        key: str,
+        packed: Callable[[str], Sequence[PackedAdapter]],
         pages: Callable[[str], tuple[int, ...]],
     ) -> PageList:
-        first = _first(adapters)
-        order = list(range(len(parts)))
+        """Returns the list of a key, made once while the key is in use. `packed`: returns the
+        key's adapters. `pages`: returns the pages of a digest on the device."""
+        held = self._held.get(key)
+        if held is not None and held.found is not None:
+            return held.found
+        adapters, parts = packed(key), list(key_adapters(key))
         listed, weights = list[int](), list[float]()
+        first = _first(adapters)
         if first is None:
             listed.append(self._blank)
             weights.append(1.0)
         else:
-            order.insert(0, order.pop(first))
-        for part in (parts[i] for i in order):
+            parts.insert(0, parts.pop(first))
+        for part in parts:
             own = pages(part.digest)
             listed += own
             weights += [part.weight] * len(own)
         kinds = frozenset[str]().union(*(one.site_kinds for one in adapters))
         is_weighted = any(weight != 1.0 for weight in weights)
-        return PageList(tuple(listed), tuple(weights), kinds, is_weighted)
+        found = PageList(tuple(listed), tuple(weights), kinds, is_weighted)
+        if held is not None:
+            held.found = found
+        return found
 
 
 def count_pages(adapters: Sequence[PackedAdapter]) -> int:

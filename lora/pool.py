@@ -207,7 +207,8 @@ class AdapterPool:
 
     def _acquire(self, packed: PackedAdapter, together: frozenset[str]) -> bool:
         digest = packed.digest
-        if digest in self._arriving or not self._can_bring(digest):
+        is_room = self._copies is None or self._copies.can_start
+        if digest in self._arriving or not (is_room or self._table.is_resident(digest)):
             return False
         if kept := self._gathered | together:
             placement = self._table.acquire_keeping(digest, packed.num_blocks, kept)
@@ -298,8 +299,7 @@ class AdapterPool:
 
     def page_list(self, key: str) -> PageList:
         """Returns the pages of adapters on the device, in the order of rank rows, with weights."""
-        known = self._lists.known(key)
-        return known or self._lists.make(key, self._packed(key), self.pages)
+        return self._lists.find(key, self._packed, self.pages)
 
     def pages(self, digest: str) -> tuple[int, ...]:
         """Returns the pages of an adapter on the device, in the order of its rank rows."""
@@ -338,10 +338,6 @@ class AdapterPool:
 
     def _pinned(self) -> list[PackedAdapter]:
         return [self._host[digest] for digest in self._table.pinned()]
-
-    def _can_bring(self, digest: str) -> bool:
-        is_ready = self._copies is None or self._copies.can_start
-        return is_ready or self._table.is_resident(digest)
 
     def _bring(self, packed: PackedAdapter, blocks: tuple[int, ...]) -> bool:
         """Returns True if the adapter is on the device. Otherwise the pool keeps the new reference

@@ -8,7 +8,6 @@ the reverse.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -17,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from lora.adapter import WEIGHTS_FILE, open_weights
+from lora.adapter import open_weights, write_adapter
 from lora.adapter_keys import is_unread, parse_key, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
 from lora.low_rank import ConversionLimits, decompose, flops, halves, least_rank, working_bytes
-from lora.lycoris import Notice, copy_other_files
+from lora.lycoris import Notice
 from lora.module_names import canonical
-from lora.peft_config import CONFIG_FILE, read_fields
+from lora.peft_config import read_fields
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import shown
 from lora.vectors import BaseParameter, parse_vector_key
@@ -97,10 +95,8 @@ def convert_saved(
         tensors |= {f"{prefix}.{ends[0]}": lora.a, f"{prefix}.{ends[1]}": lora.b}
     ranks = {spelling.spell(module): len(lora.a) for module, lora in found.items()}
     served = [spelling.spell(module) for module in targets if module in pairs or module in found]
-    copy_other_files(folder, out)
-    _write_config(out, fields, served, ranks)
     # Sorted: the digest of equal adapters is equal.
-    save_file(dict(sorted(tensors.items())), out / WEIGHTS_FILE, {"format": "pt"})
+    write_adapter(folder, out, _fields(fields, served, ranks), dict(sorted(tensors.items())))
     largest = max((lora.error for lora in found.values()), default=0.0)
     notes = [f"the saved {m} equals the base's: it is left out" for m in keys if m not in found]
     return SavedModules(tuple(found), max(ranks.values(), default=0), largest, tuple(notes))
@@ -285,9 +281,9 @@ def _check_bytes(found: Mapping[str, _Halves], limits: ConversionLimits) -> None
         )
 
 
-def _write_config(
-    out: Path, fields: Mapping[str, object], modules: Sequence[str], ranks: Mapping[str, int]
-) -> None:
+def _fields(
+    fields: Mapping[str, object], modules: Sequence[str], ranks: Mapping[str, int]
+) -> dict[str, object]:
     """Names every module with LoRA; the ranks and alphas of the new ones come first, and make their
     scale 1."""
     is_rooted = bool(fields.get("use_rslora"))
@@ -297,5 +293,4 @@ def _write_config(
         before = fields.get(key)
         tables[key] = {**own, **(before if isinstance(before, dict) else {})}
     dropped = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
-    made = {**fields, **dict.fromkeys(dropped), "target_modules": list(modules), **tables}
-    (out / CONFIG_FILE).write_text(json.dumps(made, indent=1) + "\n")
+    return {**fields, **dict.fromkeys(dropped), "target_modules": list(modules), **tables}

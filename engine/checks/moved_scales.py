@@ -15,23 +15,20 @@ quantize.scale and quantize.quantizer.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModelError
 from engine.model_config import lora_sites, read_model_config
 from engine.quantization import Awq
 from engine.weight_shapes import expected_shapes
-from lora.adapter import WEIGHTS_FILE, open_weights
+from lora.adapter import open_weights, write_adapter
 from lora.adapter_keys import is_unread, parse_key
 from lora.errors import AdapterError
-from lora.lycoris import copy_other_files
-from lora.peft_config import CONFIG_FILE, read_peft_config
+from lora.peft_config import read_fields, read_peft_config
 from lora.sites import targets_by_module
 
 FOLDED_FOR = "loraplex_folded_for"  # in adapter_config.json: the digest of the AWQ base
@@ -194,10 +191,7 @@ def fold_adapter(
             else:
                 scales = moved.of_outputs(module) if module != "lm_head" else torch.ones(1)
                 tensors[key] = _times(tensor, 1 / scales[:, None], key)
-    copy_other_files(folder, out)
-    fields = json.loads((folder / CONFIG_FILE).read_bytes())
-    (out / CONFIG_FILE).write_text(json.dumps(fields | {FOLDED_FOR: base_digest}, indent=1) + "\n")
-    save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
+    write_adapter(folder, out, read_fields(folder) | {FOLDED_FOR: base_digest}, tensors)
     lows, highs = zip(*seen.values(), strict=True) if seen else ((1.0,), (1.0,))
     return FoldReport(max(highs), min(lows))
 

@@ -232,7 +232,9 @@ class Adoption:
             self._fail(key, f"it cannot be read now: {error}")
             return
         with self._changed:
-            if not self._is_current():  # replaced meanwhile: its version is in quarantine
+            if (
+                self._worker is not threading.current_thread()
+            ):  # replaced meanwhile: its version is in quarantine
                 return
             self._found[key] = found
             if isinstance(found, plain_mlflow.PlainAdapter):
@@ -250,9 +252,6 @@ class Adoption:
         else:
             with self._changed:
                 self._tag_again_s[key] = inf
-
-    def _is_current(self) -> bool:
-        return self._worker is threading.current_thread()
 
     def _inspect(self, key: Key) -> plain_mlflow.PlainAdapter | None:
         name, version, *_ = key

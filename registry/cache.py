@@ -21,12 +21,12 @@ from pathlib import Path
 
 from registry.entities import Manifest, content_digest
 from registry.errors import ArtifactError, CacheFullError, DigestMismatchError
-from registry.files import bad_entries, disk_errors, is_untouched, write_note
-from registry.fill import CacheFill, Fetch, Link, TreeRequest
+from registry.files import disk_errors, is_entry, is_untouched, write_note
+from registry.fill import CacheFill, Fetch, Link
 from registry.locks import EXCLUSIVE, SHARED, Locks
 from registry.manifest import parse_manifest
 from registry.quarantine import Quarantine
-from registry.quota import Quota, fetch_lock
+from registry.quota import Quota, digest_of, fetch_lock
 
 logger = logging.getLogger(__name__)
 
@@ -88,22 +88,18 @@ class Cache:
     ) -> Path:
         """Returns the folder of a digest's files, or of the files that match `files` (shell
         patterns). It is held until `release`, or the end of this process."""
-        if content_digest(manifest) != digest:
-            raise DigestMismatchError(
-                f"the manifest has digest {content_digest(manifest)}, registered is {digest}"
-            )
+        _check_digest(manifest, digest)
         wanted = select(manifest, files)
-        request = TreeRequest(
-            _tree_name(digest, manifest, wanted), digest, manifest, wanted, fetch, link
-        )
-        path = self.root / "trees" / request.name
+        name = _tree_name(digest, manifest, wanted)
+        path = self.root / "trees" / name
         with disk_errors():
-            self._hold(request.name)
+            self._hold(name)
             try:
-                if is_untouched(self._note(request.name), path, wanted):
+                if is_untouched(self._note(name), path, wanted):
                     self._count("hits")
                 else:
-                    self._find_or_build(path, request)
+                    fill = CacheFill(self.root, self._quota, name, manifest, wanted, fetch, link)
+                    self._find_or_build(path, fill)
             except BaseException:
                 self.release(path)
                 raise
@@ -136,10 +132,7 @@ class Cache:
             return manifest
         with disk_errors(), self._quarantining(digest):
             manifest = read()
-            if content_digest(manifest) != digest:
-                raise DigestMismatchError(
-                    f"the manifest has digest {content_digest(manifest)}, registered is {digest}"
-                )
+            _check_digest(manifest, digest)
         return manifest
 
     def verify(self, digest: str) -> bool:
@@ -149,12 +142,12 @@ class Cache:
         if manifest is None:
             return True  # there is no tree
         with self._locks.held(fetch_lock(digest), EXCLUSIVE):
-            trees = [p for p in (self.root / "trees").iterdir() if _digest_of(p.name) == digest]
+            trees = [p for p in (self.root / "trees").iterdir() if digest_of(p.name) == digest]
             corrupt = [tree for tree in trees if self._discard_if_corrupt(tree, manifest)]
         return not corrupt
 
     def digests(self) -> frozenset[str]:
-        return frozenset(_digest_of(path.name) for path in (self.root / "trees").iterdir())
+        return frozenset(digest_of(path.name) for path in (self.root / "trees").iterdir())
 
     def size_bytes(self) -> int:
         """Returns the bytes of all blobs, each counted once however many trees have it."""
@@ -164,7 +157,7 @@ class Cache:
         """Releases all trees of a digest that this process holds, and removes those that no other
         process uses. Returns the bytes freed."""
         with self._mutex:
-            for name in [name for name in self._held if _digest_of(name) == digest]:
+            for name in [name for name in self._held if digest_of(name) == digest]:
                 os.close(self._held.pop(name)[0])
         with self._quota.locked():
             return self._quota.remove(digest)
@@ -192,32 +185,32 @@ class Cache:
                 descriptor = self._locks.acquire(name, SHARED)
                 assert descriptor is not None
             self._held[name] = (descriptor, holders + 1)
-            self._locks.touch(descriptor)
+            os.utime(descriptor)
 
-    def _find_or_build(self, path: Path, request: TreeRequest) -> None:
-        with self._quarantining(request.digest):
-            note = self._note(request.name)
-            if is_untouched(note, path, request.wanted):  # another process was quicker
+    def _find_or_build(self, path: Path, fill: CacheFill) -> None:
+        with self._quarantining(fill.digest):
+            note = self._note(fill.name)
+            if is_untouched(note, path, fill.wanted):  # another process was quicker
                 self._count("hits")
                 return
-            if path.is_dir() and not self._discard_if_corrupt(path, request.manifest):
-                write_note(note, path, request.wanted)
+            if path.is_dir() and not self._discard_if_corrupt(path, fill.manifest):
+                write_note(note, path, fill.wanted)
                 self._count("hits")
                 return
             self._count("misses")
             self._count("fetches")
             try:
-                CacheFill(self.root, self._quota, request).run()
+                fill.run()
             finally:
                 self._count("fetches", -1)
             if self._quarantine is not None:
-                self._quarantine.clear(request.digest)
+                self._quarantine.clear(fill.digest)
 
     def _discard_if_corrupt(self, tree: Path, manifest: Manifest) -> bool:
         """Removes an incomplete or corrupt tree; the caller holds the digest's lock."""
         present = tuple(entry for entry in manifest if os.path.lexists(tree / entry.path))
-        is_complete = _tree_name(_digest_of(tree.name), manifest, present) == tree.name
-        bad = bad_entries(tree, present)
+        is_complete = _tree_name(digest_of(tree.name), manifest, present) == tree.name
+        bad = tuple(entry for entry in present if not is_entry(tree / entry.path, entry))
         if is_complete and not bad:
             return False
         logger.error(
@@ -259,11 +252,12 @@ def select(manifest: Manifest, files: tuple[str, ...] | None) -> Manifest:
     return tuple(e for e in manifest if any(fnmatchcase(e.path, pattern) for pattern in files))
 
 
+def _check_digest(manifest: Manifest, digest: str) -> None:
+    if (found := content_digest(manifest)) != digest:
+        raise DigestMismatchError(f"the manifest has digest {found}, registered is {digest}")
+
+
 def _tree_name(digest: str, manifest: Manifest, wanted: Manifest) -> str:
     if len(wanted) == len(manifest):
         return digest
     return f"{digest}-{content_digest(wanted)[:16]}"
-
-
-def _digest_of(tree: str) -> str:
-    return tree.partition("-")[0]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from registry.entities import (
@@ -117,8 +118,8 @@ class _Index(Generic[V]):
         groups: dict[str, list[V]] = {}
         for _, version in sorted(numbered.items(), reverse=True):
             groups.setdefault(_base_name(version), []).append(version)
-        aliased: list[V] = []
-        blocked: list[DanglingAlias] = []
+        aliased: list[V | DanglingAlias] = []
+        blocked: list[V | DanglingAlias] = []
         for base_name, members in groups.items():
             alias = catalog.default_aliases.of(members[0])
             found: V | DanglingAlias | None = None
@@ -132,10 +133,7 @@ class _Index(Generic[V]):
             elif found is not None:
                 aliased.append(found)
             meanings[base_name] = _highest(members) if found is None else found
-        if aliased:
-            meanings[""] = aliased[0]
-        else:
-            meanings[""] = blocked[0] if blocked else _highest(numbered.values())
+        meanings[""] = next(iter(aliased + blocked), None) or _highest(numbered.values())
         return meanings
 
     def find(self, reference: Reference) -> V:
@@ -348,7 +346,9 @@ class Catalog:
     def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:
         """Versions by name and digest: among equal digests the default version, then the
         highest."""
-        found = {(base.name, base.digest): base for base in sorted(self.bases, key=_version)}
+        found = {
+            (base.name, base.digest): base for base in sorted(self.bases, key=attrgetter("version"))
+        }
         for base in self._bases.defaults().values():
             found[base.name, base.digest] = base
         return found
@@ -371,10 +371,6 @@ def _served(found: V | DanglingAlias) -> V:
 
 def _is_refused(version: BaseVersion | AdapterVersion | None) -> bool:
     return isinstance(version, AdapterVersion) and bool(version.refused)
-
-
-def _version(base: BaseVersion) -> int:
-    return base.version
 
 
 def visible(

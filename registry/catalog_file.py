@@ -42,7 +42,10 @@ class CatalogFile:
     def write(self, catalog: Catalog) -> None:
         """Writes the file; durable when it returns. Raises OSError, which keeps the previous
         file."""
-        parts = {name: [asdict(one) for one in getattr(catalog, name)] for name in _FIELDS}
+        parts = {
+            name: [asdict(one) for one in getattr(catalog, name)]
+            for name in _Parts.__struct_fields__
+        }
         content = json.dumps(parts)
         head = {
             "format": _FORMAT,
@@ -90,6 +93,3 @@ class CatalogFile:
             raise ValueError("its digest is not that of its content")
         parts = msgspec.convert(json.loads(content), _Parts)
         return Catalog(**msgspec.structs.asdict(parts))
-
-
-_FIELDS = _Parts.__struct_fields__

@@ -157,9 +157,9 @@ class Registry:
             return self._read_catalog()[0]
         marker, num_done = self._store.marker(), self._adoption.num_done
         before = None if marker is None else (marker, num_done)
-        is_known = before is not None and self._seen is not None and self._seen[0] == before
-        if is_known and self._seen is not None and not self._adoption.is_due():
-            return self._seen[1]
+        seen = self._seen
+        if seen is not None and seen[0] == before and not self._adoption.is_due():
+            return seen[1]
         catalog, is_whole = self._read_catalog(adopt_plain=True)
         if adopt == "now":
             self._adoption.wait()
@@ -202,31 +202,28 @@ class Registry:
 
     def _read_catalog(self, *, adopt_plain: bool = False) -> tuple[Catalog, bool]:
         """Returns the catalog, and whether every version could be read."""
-        is_whole = True
         models, versions = self._store.listing()
         every = listing.rows(models, versions)
-        found = [row for row in every if row.rejected is None]
-        bases = tuple(
-            listing.base_version(row)
-            for row in found
-            if row.is_complete and row.tags[listing.KIND] == "base"
-        )
-        adapters = [
-            listing.adapter_version(row)
-            for row in found
-            if row.is_complete and row.tags[listing.KIND] == "adapter"
-        ]
         # Rejected versions of other kinds of models are left out.
         rejected = [row.rejected for row in every if row.rejected is not None and row.is_complete]
-        of_bases = Catalog(bases)
-        for row in (row for row in found if adopt_plain and not row.is_complete):
-            adopted = self._adopted(row, of_bases)
-            if isinstance(adopted, Rejected):
-                rejected.append(adopted)
-            elif adopted is not None:
-                adapters.append(adopted)
+        found = [row for row in every if row.rejected is None]
+        complete = [row for row in found if row.is_complete]
+        bases = tuple(
+            listing.base_version(row) for row in complete if row.tags[listing.KIND] == "base"
+        )
+        adapters = [
+            listing.adapter_version(row) for row in complete if row.tags[listing.KIND] == "adapter"
+        ]
+        is_whole = True
         if adopt_plain:
-            is_whole = self._adoption.keep([row for row in found if not row.is_complete])
+            plain, of_bases = [row for row in found if not row.is_complete], Catalog(bases)
+            for row in plain:
+                adopted = self._adopted(row, of_bases)
+                if isinstance(adopted, Rejected):
+                    rejected.append(adopted)
+                elif adopted is not None:
+                    adapters.append(adopted)
+            is_whole = self._adoption.keep(plain)
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
         settings = listing.settings(models)
         catalog = Catalog(

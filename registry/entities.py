@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +192,11 @@ class ModelEntry:
 
 def manifest_json(manifest: Manifest) -> str:
     """Returns canonical JSON: equal files have equal text, whatever made the manifest."""
-    rows = [[entry.path, entry.size, entry.sha256] for entry in sorted(manifest, key=_path)]
+    rows = [
+        [entry.path, entry.size, entry.sha256] for entry in sorted(manifest, key=attrgetter("path"))
+    ]
     return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
 
 
 def content_digest(manifest: Manifest) -> str:
     return hashlib.sha256(manifest_json(manifest).encode()).hexdigest()
-
-
-def _path(entry: FileEntry) -> str:
-    return entry.path

@@ -64,22 +64,15 @@ def is_untouched(note: Path, tree: Path, wanted: Manifest) -> bool:
     bytes."""
     try:
         times = json.loads(note.read_bytes())
+        return isinstance(times, dict) and all(
+            _is_untouched(tree / entry.path, entry, times) for entry in wanted
+        )
     except (OSError, ValueError, RecursionError):
         return False
-    if not isinstance(times, dict):
-        return False
-    try:
-        return all(_is_untouched(tree / entry.path, entry, times) for entry in wanted)
-    except OSError:
-        return False
-
-
-def bad_entries(tree: Path, wanted: Manifest) -> tuple[FileEntry, ...]:
-    """Reads every byte. Returns the entries that are missing or differ from the manifest."""
-    return tuple(entry for entry in wanted if not is_entry(tree / entry.path, entry))
 
 
 def is_entry(path: Path, entry: FileEntry) -> bool:
+    """Reads every byte. Returns False if the file is missing or differs from the entry."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:

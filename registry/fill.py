@@ -10,52 +10,55 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from registry.entities import FileEntry, Manifest, manifest_json
 from registry.errors import DigestMismatchError
 from registry.files import is_entry, sync_file, sync_folder, sync_tree, write_note
 from registry.manifest import check_entry, hash_file
-from registry.quota import Quota
+from registry.quota import Quota, digest_of
 
 Fetch = Callable[[FileEntry, Path], None]
 Link = Callable[[FileEntry, Path], bool]  # returns False if the file must be fetched
 
 
-@dataclass(frozen=True, slots=True)
-class TreeRequest:
-    name: str  # of the tree
-    digest: str
-    manifest: Manifest
-    wanted: Manifest
-    fetch: Fetch
-    link: Link | None = None
-
-
 class CacheFill:
-    def __init__(self, root: Path, quota: Quota, request: TreeRequest) -> None:
-        self._root = root
-        self._quota = quota
-        self._request = request
-        self._scratch = root / "tmp" / request.digest
+    def __init__(
+        self,
+        root: Path,
+        quota: Quota,
+        name: str,  # of the tree
+        manifest: Manifest,
+        wanted: Manifest,
+        fetch: Fetch,
+        link: Link | None,
+    ) -> None:
+        self.name, self.digest = name, digest_of(name)
+        self.manifest, self.wanted = manifest, wanted
+        self._root, self._quota = root, quota
+        self._fetch, self._try_link = fetch, link
+        self._scratch = root / "tmp" / self.digest
         self._tree = self._scratch / "tree"
+        self._arrived = self._scratch / "blob"
         self._missing: list[FileEntry] = []
 
     def run(self) -> None:
-        for entry in self._request.wanted:
+        for entry in self.wanted:
             check_entry(entry)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._tree.mkdir(parents=True)
         try:
             self._link_present_blobs()
+            # Out of the store if possible: a link costs no bytes, so it needs no room.
             for entry in tuple(self._missing):
-                self._link(entry)
+                if self._try_link is not None and self._try_link(entry, self._arrived):
+                    self._add(entry)
             with self._quota.locked():
                 self._quota.make_room(sum(entry.size for entry in self._missing))
                 self._reserve()
             for entry in tuple(self._missing):
-                self._fetch(entry)
+                self._fetch(entry, self._arrived)
+                self._add(entry)
             self._publish()
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -65,7 +68,7 @@ class CacheFill:
         afterwards."""
         found: list[FileEntry] = []
         with self._quota.locked():
-            for entry in self._request.wanted:
+            for entry in self.wanted:
                 try:
                     os.link(self._blob(entry), self._target(entry))
                     found.append(entry)
@@ -78,18 +81,9 @@ class CacheFill:
                     self._blob(entry).unlink(missing_ok=True)
                 self._missing.append(entry)
 
-    def _link(self, entry: FileEntry) -> None:
-        """Links a file out of the store if possible: it costs no bytes, so it needs no room."""
-        arrived = self._scratch / "blob"
-        if self._request.link is not None and self._request.link(entry, arrived):
-            self._add(entry, arrived)
-
-    def _fetch(self, entry: FileEntry) -> None:
-        arrived = self._scratch / "blob"
-        self._request.fetch(entry, arrived)
-        self._add(entry, arrived)
-
-    def _add(self, entry: FileEntry, arrived: Path) -> None:
+    def _add(self, entry: FileEntry) -> None:
+        """Adds the file that has arrived."""
+        arrived = self._arrived
         size, digest = hash_file(arrived)
         if (size, digest) != (entry.size, entry.sha256):
             raise DigestMismatchError(
@@ -114,16 +108,15 @@ class CacheFill:
         (self._scratch / "reserved").write_text(str(wanted))
 
     def _publish(self) -> None:
-        request = self._request
         sync_tree(self._tree)
         note = self._scratch / "manifest"
-        note.write_text(manifest_json(request.manifest))
+        note.write_text(manifest_json(self.manifest))
         sync_file(note)
-        write_note(self._root / "notes" / request.name, self._tree, request.wanted)
+        write_note(self._root / "notes" / self.name, self._tree, self.wanted)
         trees = self._root / "trees"
         with self._quota.locked():
-            note.rename(self._root / "manifests" / f"{request.digest}.json")
-            self._tree.rename(trees / request.name)
+            note.rename(self._root / "manifests" / f"{self.digest}.json")
+            self._tree.rename(trees / self.name)
         sync_folder(trees)
 
     def _blob(self, entry: FileEntry) -> Path:

@@ -234,14 +234,11 @@ def adapter_version(row: Row) -> AdapterVersion:
 
 
 def base_tags(facts: BaseFacts) -> dict[str, str]:
+    max_len = "" if facts.max_model_len is None else str(facts.max_model_len)
+    known_as = ",".join(facts.known_as)
+    known = {MAX_LEN: max_len, KNOWN_AS: known_as, QUANTIZATION: facts.quantization}
     tags = {ARCHITECTURE: facts.architecture, PARAMETERS: str(facts.num_parameters)}
-    if facts.max_model_len is not None:
-        tags[MAX_LEN] = str(facts.max_model_len)
-    if facts.known_as:
-        tags[KNOWN_AS] = ",".join(facts.known_as)
-    if facts.quantization:
-        tags[QUANTIZATION] = facts.quantization
-    return tags
+    return tags | _without_empty(known)
 
 
 def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
@@ -289,13 +286,14 @@ def effect_tags(facts: EffectFacts) -> dict[str, str]:
     values = {key: getattr(facts, name) for name, key in EFFECT_TAGS.items()}
     measured = {key: f"{value:.6g}" for key, value in values.items() if isinstance(value, float)}
     counted = {key: str(value) for key, value in values.items() if isinstance(value, int)}
+    reason = facts.reason[:_MAX_REASON]
+    words = {REFUSED: reason, TEXT: facts.text, VARIANT: facts.variant, PARITY: facts.parity}
     noop = "true" if facts.is_noop else "false"
-    refused = {REFUSED: facts.reason[:_MAX_REASON]} if facts.reason else {}
-    text = {TEXT: facts.text} if facts.text else {}
-    variant = {VARIANT: facts.variant} if facts.variant else {}
-    parity = {PARITY: facts.parity} if facts.parity else {}
-    words = {**refused, **text, **variant, **parity}
-    return {**measured, **counted, **words, NOOP: noop, EFFECT: facts.verdict}
+    return {**measured, **counted, **_without_empty(words), NOOP: noop, EFFECT: facts.verdict}
+
+
+def _without_empty(tags: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in tags.items() if value}
 
 
 def _figures(row: Row) -> tuple[tuple[str, float], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARED = fcntl.LOCK_SH
@@ -46,9 +46,6 @@ class Locks:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def touch(self, descriptor: int) -> None:
-        os.utime(descriptor)
-
     def used_ns(self, name: str) -> int:
         """Returns the time of the last use; 0 for a lock that was never held."""
         try:
@@ -59,5 +56,4 @@ class Locks:
     def remove(self, name: str) -> None:
         """Removes the lock's file. Only for its exclusive holder; waiting processes create a new
         file."""
-        with suppress(FileNotFoundError):
-            (self._folder / name).unlink()
+        (self._folder / name).unlink(missing_ok=True)

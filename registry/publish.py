@@ -55,7 +55,8 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     for known in rows:
         kind = known.tags.get(listing.KIND)
         if kind is not None and kind != publication.kind:
-            raise RegistrationError(f"{name!r} is the name of {_kind(kind)} already")
+            words = {"base": "a base model", "adapter": "an adapter"}.get(kind, kind)
+            raise RegistrationError(f"{name!r} is the name of {words} already")
     row = _find(rows, publication)
     if row is None:
         row = _create(store, publication, progress)
@@ -235,7 +236,3 @@ def _quietly(action: str, undo: Callable[[], None]) -> None:
         undo()
     except RegistryError as error:
         logger.warning("%s failed: %s", action, error)
-
-
-def _kind(kind: str) -> str:
-    return {"base": "a base model", "adapter": "an adapter"}.get(kind, kind)

@@ -92,7 +92,7 @@ class Quota:
         freed."""
         usage = self._usage()
         freed = 0
-        for tree in [tree for tree in usage.trees if tree.partition("-")[0] == digest]:
+        for tree in [tree for tree in usage.trees if digest_of(tree) == digest]:
             if self._remove_tree(tree):
                 freed += self._drop_blobs(usage, tree)
         return freed
@@ -174,7 +174,7 @@ class Quota:
             self._locks.remove(tree)
         finally:
             os.close(descriptor)
-        self._forget(tree.partition("-")[0])
+        self._forget(digest_of(tree))
         return True
 
     def _hide(self, tree: str) -> None:
@@ -188,8 +188,7 @@ class Quota:
 
     def _forget(self, digest: str) -> None:
         """Removes a digest's manifest after its last tree, unless the digest is being fetched."""
-        trees = os.listdir(self._root / "trees")
-        if any(tree.partition("-")[0] == digest for tree in trees):
+        if digest in map(digest_of, os.listdir(self._root / "trees")):
             return
         name = fetch_lock(digest)
         with self._locks.held(name, EXCLUSIVE | NO_WAIT) as is_idle:
@@ -221,6 +220,10 @@ class Quota:
     def _free_bytes(self) -> int:
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
+
+
+def digest_of(tree: str) -> str:
+    return tree.partition("-")[0]
 
 
 def fetch_lock(digest: str) -> str:

@@ -67,16 +67,12 @@ class BlockTable:
         self._free = FreeBlocks(num_blocks)
         self._blocks: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # least recently used first
         self._references: dict[str, int] = {}
-        self._pinned: set[str] = set()
+        self.pinned: set[str] = set()  # once resident, never evicted
         self._idle: dict[str, None] = {}  # evictable, longest idle first
 
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pinned)
 
     def resident(self) -> tuple[str, ...]:
         """Returns the resident digests, least recently used first."""
@@ -91,14 +87,8 @@ class BlockTable:
     def num_references(self, digest: str) -> int:
         return self._references.get(digest, 0)
 
-    def is_pinned(self, digest: str) -> bool:
-        return digest in self._pinned
-
-    def pinned(self) -> tuple[str, ...]:
-        return tuple(self._pinned)
-
     def is_evictable(self, digest: str) -> bool:
-        return self.num_references(digest) == 0 and digest not in self._pinned
+        return self.num_references(digest) == 0 and digest not in self.pinned
 
     def acquire(
         self, digest: str, num_blocks: int, protected: Collection[str] = ()
@@ -145,12 +135,11 @@ class BlockTable:
         self._idle.pop(digest, None)
 
     def pin(self, digest: str) -> None:
-        """Pins an adapter: once resident, it is never evicted."""
-        self._pinned.add(digest)
+        self.pinned.add(digest)
         self._idle.pop(digest, None)
 
     def unpin(self, digest: str) -> None:
-        self._pinned.discard(digest)
+        self.pinned.discard(digest)
         self._note_if_idle(digest)
 
     def _note_if_idle(self, digest: str) -> None:

@@ -102,6 +102,7 @@ class PageLayout:
         AdapterError if int8 does not suit the sites."""
         self.dtype = dtype
         self.is_int8 = is_int8
+        self.row_dtype = torch.int8 if is_int8 else dtype  # of A and B
         self.has_affine = has_affine
         row_bytes = PAGE_ROWS * self.row_dtype.itemsize
         usual = [site for site in sites if not site.is_optional]
@@ -128,18 +129,9 @@ class PageLayout:
                 entry
             )
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
+        # Of the device, with the row of the table of the page that has the block's number.
+        self.bytes_per_block = self.block_bytes + 8 * self.num_entries
         self.page_bytes = self._bytes_of({part.module: (PAGE_ROWS, 0) for part in slices})
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """The type of A and B."""
-        return torch.int8 if self.is_int8 else self.dtype
-
-    @property
-    def bytes_per_block(self) -> int:
-        """The bytes of the device for one block, with the row of the table of the page that has its
-        number."""
-        return self.block_bytes + 8 * self.num_entries
 
     def num_bytes(self, adapter: Adapter) -> int:
         """Returns the bytes of the device that the adapter takes."""

@@ -38,7 +38,7 @@ class PinnedMemory:
         # By address, longest unused first. A tensor may die, and its buffer come back, in the
         # middle of any line here: hence code reads a copy, and a popped buffer may be gone.
         self._unused: dict[int, torch.Tensor] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0  # locked, in use or not
         self._is_making = False  # spare buffers
         weakref.finalize(self, _unlock_all, self._unused.values()).atexit = False
         self._make_spares()
@@ -50,7 +50,7 @@ class PinnedMemory:
             buffer = self._find(num_bytes)
             if buffer is None:
                 self._trim(self._bytes_to_keep - num_bytes)
-                self._num_bytes += _locked_bytes(num_bytes)
+                self.num_bytes += _locked_bytes(num_bytes)
             must_make = not self._is_making and self._lacks_spare()
             self._is_making |= must_make
         if must_make:
@@ -61,24 +61,19 @@ class PinnedMemory:
         weakref.finalize(tensor, self._take_back, buffer).atexit = False
         return tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """The locked bytes, in use or not."""
-        return self._num_bytes
-
     def _make(self, num_bytes: int) -> torch.Tensor:
         """Makes a buffer that is counted already."""
         try:
             return _lock_pages(num_bytes)
         except BaseException:
             with self._lock:
-                self._num_bytes -= _locked_bytes(num_bytes)
+                self.num_bytes -= _locked_bytes(num_bytes)
             raise
 
     def _lacks_spare(self) -> bool:
         """Returns whether a spare buffer is missing for which there is room."""
         size = _locked_bytes(self._spare_bytes)
-        if not size or self._num_bytes + size > self._bytes_to_keep:
+        if not size or self.num_bytes + size > self._bytes_to_keep:
             return False
         unused = [buffer.numel() for buffer in self._unused.copy().values()]
         return sum(size <= found <= size * _MAX_WASTE for found in unused) < _NUM_SPARES
@@ -97,7 +92,7 @@ class PinnedMemory:
         with self._lock:
             is_missing = self._lacks_spare()
             if is_missing:
-                self._num_bytes += _locked_bytes(self._spare_bytes)
+                self.num_bytes += _locked_bytes(self._spare_bytes)
             return is_missing
 
     def _find(self, num_bytes: int) -> torch.Tensor | None:
@@ -116,14 +111,14 @@ class PinnedMemory:
             self._trim(self._bytes_to_keep)
 
     def _trim(self, limit: int) -> None:
-        while self._num_bytes > limit:
+        while self.num_bytes > limit:
             oldest = next(iter(self._unused.copy()), None)
             if oldest is None:
                 return
             buffer = self._unused.pop(oldest, None)
             if buffer is not None:
                 size = buffer.numel()
-                self._num_bytes -= size
+                self.num_bytes -= size
                 _unlock_all([buffer])
 
 

@@ -63,8 +63,12 @@ class AdapterPool:
         self.device = torch.device(device)
         self.serves_affine, self.is_int8 = has_affine, is_int8
         self._layout = PageLayout(sites, dtype, has_affine=has_affine, is_int8=is_int8)
-        self._table = BlockTable(bytes_budget // self._layout.bytes_per_block)
-        self._heap = AdapterHeap(sites, self._layout, self._table.num_blocks, self.device)
+        # On the device, of an adapter of rank 16 at all sites but the optional.
+        self.page_bytes = self._layout.page_bytes
+        self.num_blocks = bytes_budget // self._layout.bytes_per_block
+        self.reserved_bytes = self.num_blocks * self._layout.bytes_per_block  # of the device
+        self._table = BlockTable(self.num_blocks)
+        self._heap = AdapterHeap(sites, self._layout, self.num_blocks, self.device)
         if copier is None and self.device.type == "cuda":
             copier = CudaCopier(self.device, stream, _MAX_PAGES_FLYING * self.page_bytes)
             torch.cuda.synchronize(self.device)  # the table's zeros are written before any copy
@@ -74,14 +78,16 @@ class AdapterPool:
         self._deltas: dict[str, Deltas] = {}  # of adapters on the device, made when first used
         # In flight to the device, and since when; the pool itself holds their references.
         self._arriving: dict[str, float] = {}
-        self._copy_s = 0.0
+        # The time from the host to the device until the adapter can be used: a mean of recent
+        # copies; 0 before the first.
+        self.copy_s = 0.0
         self._polled_s = 0.0
         self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
         self._protected: frozenset[str] = frozenset()  # not dropped by insertions
-        spare_bytes = min(self._layout.page_bytes, host_bytes)
+        spare_bytes = min(self.page_bytes, host_bytes)
         self._allocate_host = allocate_host or allocator(host_bytes, spare_bytes, self.device)
         self._host = HostTier(host_bytes)
-        self._num_copied = 0  # copies to the device
+        self.num_copied_to_device = 0
         self._leaving: set[str] = set()  # removed while referenced
         self._max_list = max_list
         self._lists = PageLists(self.num_blocks, self._heap.blank_page)
@@ -90,17 +96,8 @@ class AdapterPool:
         self._gathered: frozenset[str] = frozenset()
 
     @property
-    def num_blocks(self) -> int:
-        return self._table.num_blocks
-
-    @property
     def num_free_blocks(self) -> int:
         return self._table.num_free
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes on the device of an adapter of rank 16 at all sites but the optional."""
-        return self._layout.page_bytes
 
     @property
     def device_bytes_used(self) -> int:
@@ -112,18 +109,7 @@ class AdapterPool:
 
     @property
     def num_pinned(self) -> int:
-        return self._table.num_pinned
-
-    @property
-    def num_copied_to_device(self) -> int:
-        """The number of copies since the start."""
-        return self._num_copied
-
-    @property
-    def copy_s(self) -> float:
-        """The time from the host to the device until the adapter can be used: a mean of recent
-        copies; 0 before the first."""
-        return self._copy_s
+        return len(self._table.pinned)
 
     def has(self, key: str) -> bool:
         """Returns False if an adapter was never added, removed, or dropped from a full host
@@ -133,11 +119,6 @@ class AdapterPool:
     def obstacle(self, key: str) -> str | None:
         """Returns why the adapters of a key can never be used together; None: they can."""
         return obstacle(key, self._packed(key), self._pinned, self.num_blocks, self._max_list)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The bytes of device memory: never more than the budget."""
-        return self.num_blocks * self._layout.bytes_per_block
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it.
@@ -279,7 +260,7 @@ class AdapterPool:
         self._table.unpin(digest)
 
     def is_pinned(self, digest: str) -> bool:
-        return self._table.is_pinned(digest)
+        return digest in self._table.pinned
 
     def residents(self) -> tuple[Resident, ...]:
         """Returns all adapters in memory, least recently used first."""
@@ -290,7 +271,7 @@ class AdapterPool:
                 packed.num_bytes,
                 packed.num_pages,
                 self._table.num_references(digest),
-                self._table.is_pinned(digest),
+                digest in self._table.pinned,
                 digest in self._leaving,
                 self._host.used_s(digest),
             )
@@ -337,12 +318,12 @@ class AdapterPool:
         return self._host[digest]
 
     def _pinned(self) -> list[PackedAdapter]:
-        return [self._host[digest] for digest in self._table.pinned()]
+        return [self._host[digest] for digest in self._table.pinned]
 
     def _bring(self, packed: PackedAdapter, blocks: tuple[int, ...]) -> bool:
         """Returns True if the adapter is on the device. Otherwise the pool keeps the new reference
         until the copy has landed."""
-        self._num_copied += 1
+        self.num_copied_to_device += 1
         began_s = time.monotonic()
         if self._copies is None:
             self._heap.write(packed, blocks)
@@ -362,7 +343,7 @@ class AdapterPool:
 
     def _note_copy(self, began_s: float) -> None:
         took_s = time.monotonic() - began_s
-        self._copy_s += (took_s - self._copy_s) * (_NEWEST_COPY if self._copy_s else 1.0)
+        self.copy_s += (took_s - self.copy_s) * (_NEWEST_COPY if self.copy_s else 1.0)
 
     def _cancel(self, digest: str) -> None:
         assert self._copies is not None

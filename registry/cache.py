@@ -22,7 +22,7 @@ from pathlib import Path
 from registry.entities import Manifest, content_digest
 from registry.errors import ArtifactError, CacheFullError, DigestMismatchError
 from registry.files import disk_errors, is_entry, is_untouched, write_note
-from registry.fill import CacheFill, Fetch, Link
+from registry.fill import Arrived, CacheFill, Fetch, Link
 from registry.locks import EXCLUSIVE, SHARED, Locks
 from registry.manifest import parse_manifest
 from registry.quarantine import Quarantine
@@ -85,6 +85,7 @@ class Cache:
         fetch: Fetch,
         files: tuple[str, ...] | None = None,
         link: Link | None = None,
+        arrived: Arrived = lambda entry: None,
     ) -> Path:
         """Returns the folder of a digest's files, or of the files that match `files` (shell
         patterns). It is held until `release`, or the end of this process."""
@@ -98,7 +99,9 @@ class Cache:
                 if is_untouched(self._note(name), path, wanted):
                     self._count("hits")
                 else:
-                    fill = CacheFill(self.root, self._quota, name, manifest, wanted, fetch, link)
+                    fill = CacheFill(
+                        self.root, self._quota, name, manifest, wanted, fetch, link, arrived
+                    )
                     self._find_or_build(path, fill)
             except BaseException:
                 self.release(path)

@@ -41,15 +41,12 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 @dataclass(frozen=True, slots=True)
 class Resolution:
     base: BaseVersion
-    adapter: AdapterVersion | None = None  # the first: its text side, metrics and account
-    weight: float = 1.0  # of the first
-    others: tuple[WeightedVersion, ...] = ()  # of a request with several
+    adapters: tuple[WeightedVersion, ...] = ()
 
     @property
-    def adapters(self) -> tuple[WeightedVersion, ...]:
-        if self.adapter is None:
-            return ()
-        return WeightedVersion(self.adapter, self.weight), *self.others
+    def adapter(self) -> AdapterVersion | None:
+        """The first: its text side, metrics and account."""
+        return self.adapters[0].version if self.adapters else None
 
     @property
     def versions(self) -> str:
@@ -192,7 +189,7 @@ class Catalog:
             return Resolution(self._bases.find(first))
         if first.name in self._adapters.by_version:
             adapter = self._adapters.find(first)
-            return Resolution(self._base_of(adapter), adapter)
+            return Resolution(self._base_of(adapter), (WeightedVersion(adapter),))
         raise NotFoundError(f"no base model or adapter is named {first.name!r}")
 
     def resolve_each(self, model: str) -> tuple[tuple[Resolution, float], ...]:
@@ -233,8 +230,7 @@ class Catalog:
                     "adapter cannot be together with others"
                 )
             weighted.append(WeightedVersion(adapter, weight))
-        first = weighted[0]
-        return Resolution(base, first.version, first.weight, tuple(weighted[1:]))
+        return Resolution(base, tuple(weighted))
 
     def registered(self, model: str) -> str:
         """Returns the model string with a base's ORGANISATION/NAME replaced by its registered
@@ -297,13 +293,13 @@ class Catalog:
             )
         # Without a suffix, the adapter determines the version of its base.
         if base.version is None and base.alias is None:
-            return Resolution(self._base_of(found), found)
+            return Resolution(self._base_of(found), (WeightedVersion(found),))
         named = self._bases.find(base)
         if named.digest != found.base_digest:
             raise NotFoundError(
                 f"adapter {adapter} was made for another version of {base.name!r} than {base}"
             )
-        return Resolution(named, found)
+        return Resolution(named, (WeightedVersion(found),))
 
     def _base_of(self, adapter: AdapterVersion) -> BaseVersion:
         base = self._bases_by_digest.get((adapter.base_name, adapter.base_digest))

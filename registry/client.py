@@ -188,17 +188,7 @@ class Registry:
             done += entry.size
             progress("download", done, total)
 
-        def fetch_one(entry: FileEntry, target: Path) -> None:
-            remote.fetch(entry, target)
-            arrived(entry)
-
-        def link_one(entry: FileEntry, target: Path) -> bool:
-            if not remote.link(entry, target):
-                return False
-            arrived(entry)
-            return True
-
-        return cache.tree(version.digest, manifest, fetch_one, files, link_one)
+        return cache.tree(version.digest, manifest, remote.fetch, files, remote.link, arrived)
 
     def _read_catalog(self, *, adopt_plain: bool = False) -> tuple[Catalog, bool]:
         """Returns the catalog, and whether every version could be read."""

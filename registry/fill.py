@@ -20,6 +20,7 @@ from registry.quota import Quota, digest_of
 
 Fetch = Callable[[FileEntry, Path], None]
 Link = Callable[[FileEntry, Path], bool]  # returns False if the file must be fetched
+Arrived = Callable[[FileEntry], None]
 
 
 class CacheFill:
@@ -32,11 +33,12 @@ class CacheFill:
         wanted: Manifest,
         fetch: Fetch,
         link: Link | None,
+        arrived: Arrived,
     ) -> None:
         self.name, self.digest = name, digest_of(name)
         self.manifest, self.wanted = manifest, wanted
         self._root, self._quota = root, quota
-        self._fetch, self._try_link = fetch, link
+        self._fetch, self._try_link, self._note_arrival = fetch, link, arrived
         self._scratch = root / "tmp" / self.digest
         self._tree = self._scratch / "tree"
         self._arrived = self._scratch / "blob"
@@ -100,6 +102,7 @@ class CacheFill:
             self._missing.remove(entry)
             self._reserve()
         sync_folder(blob.parent)
+        self._note_arrival(entry)
 
     def _reserve(self) -> None:
         """Writes the number of bytes still to come, so that other fetches leave room for them; the

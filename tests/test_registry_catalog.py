@@ -264,7 +264,7 @@ def test_adapters_that_cannot_be_together_are_refused(model: str, words: str) ->
 def test_an_alora_is_alone_in_its_request() -> None:
     judge = replace(adapter(1, name="judge", of="tiny-2"), invocation=(5, 6))
     catalog = with_adapters(judge)
-    assert catalog.resolve_request("tiny:0.5*judge").weight == 0.5
+    assert catalog.resolve_request("tiny:0.5*judge").adapters[0].weight == 0.5
     with pytest.raises(InvalidNameError, match="'judge' in 'tiny:pirate\\+judge' has alora_invoc"):
         catalog.resolve_request("tiny:pirate+judge")
 

@@ -67,7 +67,7 @@ def handle_of(replica: Replica, text: BaseText, generation_config: str = "auto")
 
 
 def route(handle: BaseHandle, adapter: AdapterVersion | None = ADAPTER) -> Route:
-    return Route(handle, Resolution(BASE, adapter))
+    return Route(handle, Resolution(BASE, (WeightedVersion(adapter),)))
 
 
 async def test_requests_for_a_version_share_one_fetch_and_wait_for_it(text: BaseText) -> None:

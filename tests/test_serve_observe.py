@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from engine.errors import EngineDeadError
 from registry.catalog import Resolution
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
 from serve_app.config import RequestLogArgs, TracesArgs
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.metrics.requests import RequestMetrics
@@ -52,7 +52,7 @@ def finished(error: BaseException | None = None, **fields: Any) -> RequestRecord
         request_id="id-1",
         tenant="gold",
         model="base:pirate",
-        resolution=Resolution(BASE, ADAPTER),
+        resolution=Resolution(BASE, (WeightedVersion(ADAPTER),)),
         arm="canary",
         response_id="chatcmpl-1",
         decision=decision,

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from starlette.types import Receive, Scope, Send
 
 from registry.catalog import Catalog, Resolution
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
 from serve_app.api.ingress import _note_act, build_asgi
 from serve_app.api.state import IngressState
 from serve_app.config import IngressArgs, ModelArgs
@@ -346,7 +346,11 @@ async def test_a_key_and_its_model_are_checked_again_after_a_cold_start(
     if change == "shortened" and path != "/v1/chat/completions":
         return  # the others' lengths are cut, or none
     headers = await world.key(alias="k", models=("pirate@3",))
-    pirates = {one.version: Resolution(BASE, one) for one in ADAPTERS if one.name == "pirate"}
+    pirates = {
+        one.version: Resolution(BASE, (WeightedVersion(one),))
+        for one in ADAPTERS
+        if one.name == "pirate"
+    }
     held: list[int] = []
 
     async def admit(*arguments: object) -> tuple[Route, Callable[[], None]]:

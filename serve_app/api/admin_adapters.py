@@ -94,7 +94,7 @@ def find_adapter(gateway: Gateway, name: str) -> tuple[BaseHandle, AdapterVersio
     base, resolution = gateway.resolve(name)
     if resolution.adapter is None:
         raise InvalidNameError(f"{name!r} is a base model, not an adapter")
-    if resolution.others or resolution.weight != 1:
+    if len(resolution.adapters) > 1 or resolution.adapters[0].weight != 1:
         raise InvalidNameError(f"{name!r} names adapters of one request, not one adapter")
     return base, resolution.adapter
 

@@ -59,7 +59,7 @@ def check_route(
 
 def _allows(caller: Caller, resolution: Resolution) -> bool:
     """Returns True if the key may use the model, and of several adapters each."""
-    each = [Resolution(resolution.base, one.version) for one in resolution.adapters]
+    each = [Resolution(resolution.base, (one,)) for one in resolution.adapters]
     return all(caller.policy.allows(names_of(one)) for one in each or [resolution])
 
 

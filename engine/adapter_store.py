@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from lora.resident import Resident
+from lora.blocks import Resident
 
 
 class AdapterStore(Protocol):

@@ -17,7 +17,7 @@ from engine.kv_layout import KVLayout
 from lora.adapter_key import WeightedAdapter as WeightedAdapter
 from lora.adapter_key import adapter_key as adapter_key
 from lora.adapter_key import key_digests as key_digests
-from lora.resident import Resident as Resident
+from lora.blocks import Resident as Resident
 
 if TYPE_CHECKING:
     from engine.grammar_state import GrammarState

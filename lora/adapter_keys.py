@@ -53,19 +53,16 @@ def parse_key(key: str, targets: Mapping[str, Target]) -> tuple[str, str]:
     """Returns the module and "A" or "B". Raises AdapterError for keys of other tensors."""
     match = _KEY.fullmatch(key)
     if match is None:
-        raise AdapterError(f"tensor {shown(key)} {_reason_for_key(key)}")
+        reason = "has a name that is not PEFT's"
+        if ".lora_" not in key:
+            reason = (
+                "is a whole weight of a module that modules_to_save in adapter_config.json does "
+                "not name: name it there if it was trained, and loraplex register adapter converts "
+                "lm_head and embed_tokens"
+            )
+        raise AdapterError(f"tensor {shown(key)} {reason}")
     module = module_of(key, match["module"], targets)
     kind = "linear" if match["linear"] else "embedding"
     if targets[module].site.kind != kind:
         raise AdapterError(f"tensor {shown(key)} is of the {kind} form, {module} is not")
     return module, match["linear"] or match["embedding"]
-
-
-def _reason_for_key(key: str) -> str:
-    if ".lora_" not in key:
-        return (
-            "is a whole weight of a module that modules_to_save in adapter_config.json does not "
-            "name: name it there if it was trained, and loraplex register adapter converts "
-            "lm_head and embed_tokens"
-        )
-    return "has a name that is not PEFT's"

@@ -110,7 +110,10 @@ class TensorFile:
         types = {self.entries[key].dtype for key in ordered}
         dtype = _TYPES[types.pop()] if len(types) == 1 else None
         bounds = spread(lambda chunk: self._read_chunk(chunk, data, dtype), _split(runs))
-        typed = {name: _whole(data, dtype) for name, dtype in _TYPES.items()}
+        typed = {
+            name: data[: end // dtype.itemsize * dtype.itemsize].view(dtype)
+            for name, dtype in _TYPES.items()
+        }
         tensors = {
             key: _view(typed, self.entries[key], start) for key, start in in_turns(starts.items())
         }
@@ -134,10 +137,6 @@ class TensorFile:
             if not count:
                 raise AdapterError(f"{self.name} became shorter while it was read")
             buffer, position = buffer[count:], position + count
-
-
-def _whole(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return data[: data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _view(typed: Mapping[str, torch.Tensor], entry: TensorEntry, start: int) -> torch.Tensor:

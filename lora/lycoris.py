@@ -165,15 +165,15 @@ def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int
         _check_shape(shapes[0], target)
         if _is_dense(first[0].shape[1] * second[0].shape[1], *shapes[0], max_rank):
             product = (first[0] @ first[1]).mul_(second[0] @ second[1]).mul_(scale)
-            return _svd(product, None, module, max_rank)
+            return _svd((product,), module, max_rank)
         left = torch.einsum("ni,nj->nij", first[0], second[0]).flatten(1)
         right = torch.einsum("im,jm->ijm", first[1], second[1]).flatten(0, 1)
-        return _svd(left * scale, right, module, max_rank)
+        return _svd((left * scale, right), module, max_rank)
     outer, inner = (_kron_part(parts, i, module) for i in (1, 2))
     height = len(outer[0]) * len(inner[0])
-    width = _width(*outer) * _width(*inner)
+    width = outer[-1].shape[1] * inner[-1].shape[1]
     _check_shape((height, width), target)
-    first_part, second_part = (_svd(*part, module, max_rank) for part in (outer, inner))
+    first_part, second_part = (_svd(part, module, max_rank) for part in (outer, inner))
     return _kron(first_part, second_part, scale, 2 * max_rank)
 
 
@@ -184,18 +184,14 @@ def _is_dense(rank: int, height: int, width: int, max_rank: int) -> bool:
     return not is_small(rank, rank, max_rank) and not is_small(height, width, max_rank)
 
 
-def _kron_part(parts: Parts, index: int, module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the two factors of a part, or the whole part and None."""
+def _kron_part(parts: Parts, index: int, module: str) -> tuple[torch.Tensor, ...]:
+    """Returns the two factors of a part, or the whole part."""
     name = f"lokr_w{index}"
     if name not in parts:
         return _pair(parts, f"{name}_a", f"{name}_b", module)
     if f"{name}_a" in parts or f"{name}_b" in parts:
         raise AdapterError(f"{module} has {name} whole and in factors")
-    return parts[name], None
-
-
-def _width(left: torch.Tensor, right: torch.Tensor | None) -> int:
-    return (left if right is None else right).shape[1]
+    return (parts[name],)
 
 
 def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,15 +203,15 @@ def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torc
     return parts[a], parts[b]
 
 
-def _svd(left: torch.Tensor, right: torch.Tensor | None, module: str, max_rank: int) -> Factors:
-    """Decomposes left right, [n, r] and [r, m], in float64; without `right`, left alone."""
-    for half in (left, right):
-        if half is not None and not bool(half.isfinite().all()):
-            raise AdapterError(f"the change of {module} overflows float64")
-    if right is None:
+def _svd(factors: Sequence[torch.Tensor], module: str, max_rank: int) -> Factors:
+    """Decomposes one matrix, or the product of two, [n, r] and [r, m], in float64."""
+    if not all(bool(factor.isfinite().all()) for factor in factors):
+        raise AdapterError(f"the change of {module} overflows float64")
+    left, right = factors[0], factors[-1]
+    if len(factors) == 1:
         return decompose(left, max_rank)
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
-        return _svd(left @ right, None, module, max_rank)
+        return _svd((left @ right,), module, max_rank)
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right.T)
     small = decompose(r_left @ r_right.T, max_rank)

@@ -18,7 +18,7 @@ from kernels.lora_plan import MAX_RANK_PAGES
 from kernels.lora_rows import SiteRows
 from lora.adapter import Adapter
 from lora.adapter_key import key_digests
-from lora.blocks import BlockTable
+from lora.blocks import BlockTable, Resident
 from lora.copies import AdapterCopies, Copier, CudaCopier, ReadMarks
 from lora.errors import AdapterNotLoadedError
 from lora.heap import AdapterHeap, Deltas
@@ -28,7 +28,6 @@ from lora.page_image import PackedAdapter, PageLayout
 from lora.page_lists import PageList, PageLists
 from lora.pinned_memory import allocator
 from lora.pins import check_pin, check_room_beside, obstacle
-from lora.resident import Resident
 from lora.sites import Site
 
 _NEWEST_COPY = 0.1  # weight of the newest copy in the mean
@@ -131,7 +130,14 @@ class AdapterPool:
         if packed.digest in self._host:
             return ()
         check_room_beside(packed, self._pinned(), self.num_blocks)
-        dropped = self._make_host_room(packed.num_bytes)
+        # Idle adapters first; then those on the device; those with waiting requests last.
+        dropped = self._host.victims(
+            packed.num_bytes,
+            lambda d: self._table.is_evictable(d) and d not in self._protected,
+            lambda d: (d in self._wanted, self._table.is_resident(d)),
+        )
+        for digest in dropped:
+            self._forget(digest)
         self._host.add(packed)
         return dropped
 
@@ -358,15 +364,3 @@ class AdapterPool:
             self._table.drop(digest)
             self._leave((digest,))
         self._host.drop(digest)
-
-    def _make_host_room(self, num_bytes: int) -> tuple[str, ...]:
-        """Drops idle adapters, least recently used first; then adapters on the device; adapters
-        with waiting requests last."""
-        dropped = self._host.victims(
-            num_bytes,
-            lambda d: self._table.is_evictable(d) and d not in self._protected,
-            lambda d: (d in self._wanted, self._table.is_resident(d)),
-        )
-        for digest in dropped:
-            self._forget(digest)
-        return dropped

@@ -22,7 +22,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def describe(model: Model, kind: str, base: str | None) -> Model:
-    """Adds the flavour; used by `Registry.register_*` and by `save_model`."""
     fields = {"kind": kind, "data": DATA} | ({"base": base} if base is not None else {})
     described: Model = model.add_flavor(FLAVOR_NAME, **fields)
     return described

@@ -149,21 +149,14 @@ def _read(
         if name != ADAPTER_CONFIG:
             target.unlink()
     config = _config(scratch / ADAPTER_CONFIG)
-    trained_on = config.get("base_model_name_or_path")
-    if not isinstance(trained_on, str):
-        trained_on = ""
+    trained_on, folded_for = (
+        value if isinstance(value := config.get(key), str) else ""
+        for key in ("base_model_name_or_path", FOLDED_FOR)
+    )
     # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
     names = (base,) if base else (trained_on, trained_on.rstrip("/").rpartition("/")[2])
     bases = tuple(dict.fromkeys(name for name in names if name))
-    folded_for = config.get(FOLDED_FOR)
-    return PlainAdapter(
-        root,
-        tuple(entries),
-        _facts(config),
-        bases,
-        trained_on,
-        folded_for if isinstance(folded_for, str) else "",
-    )
+    return PlainAdapter(root, tuple(entries), _facts(config), bases, trained_on, folded_for)
 
 
 def _config(path: Path) -> dict[str, object]:

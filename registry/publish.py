@@ -63,7 +63,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     else:
         if publication.effect is not None:
             _replace_effect(store, row, publication.effect)
-        if publication.alias is not None and publication.alias not in row.aliases:
+        if publication.alias not in row.aliases:
             _move_alias(store, publication, row.version, ExitStack())
     return next(found for found in _rows(store, name) if found.version == row.version)
 
@@ -112,8 +112,7 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         # The lowest version with this content: an earlier one if another process was quicker.
         row = _find(_rows(store, name), publication)
         assert row is not None
-        if publication.alias is not None:
-            _move_alias(store, publication, row.version, undo)
+        _move_alias(store, publication, row.version, undo)
         if row.version == version:
             undo.pop_all()
     return row
@@ -122,11 +121,12 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
 def _move_alias(
     store: MlflowStore, publication: Publication, version: int, undo: ExitStack
 ) -> None:
-    """Moves the alias. If the write fails, it may have arrived without its response: then the alias
-    is restored before any other undo. If that fails too, the undo is cancelled: MLflow drops the
-    aliases of a deleted version, and the name would resolve to another version."""
+    """Moves the alias, if any. If the write fails, it may have arrived without its response: then
+    the alias is restored before any other undo. If that fails too, the undo is cancelled: MLflow
+    drops the aliases of a deleted version, and the name would resolve to another version."""
     name, alias = publication.name, publication.alias
-    assert alias is not None
+    if alias is None:
+        return
     before = store.alias_version(name, alias)
     try:
         store.set_alias(name, alias, version)

@@ -92,16 +92,15 @@ def read_adapter(
     targets = targets_by_module(sites)
     with open_weights(path) as file:
         config = replace(config, spelling=spelling_in(file.entries))
-        found = _check_header(file, targets, config, max_rank, base)
-        modules = _read_modules(file, found.pairs, config, buffer or ReadBuffer())
-        for module, keys in in_turns(found.vectors.items()):
+        pairs, vectors, tokens = _check_header(file, targets, config, max_rank, base)
+        modules = _read_modules(file, pairs, config, buffer or ReadBuffer())
+        for module, keys in in_turns(vectors.items()):
             plain = modules.get(module) or _no_change(targets[module])
             modules[module] = with_vectors(plain, file, module, keys, base)
-        rows = read_tokens(
-            file, found.tokens, config.token_indices, found.pairs, targets, max_rank, base
-        )
+        rows = read_tokens(file, tokens, config.token_indices, pairs, targets, max_rank, base)
         modules |= {module: ModuleWeights(*halves) for module, halves in rows.items()}
-        used = [file.entries[key] for key in found.all_keys()]
+        found = (*pairs.values(), *vectors.values(), tokens)
+        used = [file.entries[key] for keys in found for key in keys.values()]
         num_unread = sum(map(is_unread, file.entries))
     if num_unread:
         logger.info("%d tensors of the part for images are left unread", num_unread)
@@ -111,7 +110,7 @@ def read_adapter(
         modules=modules,
         num_parameters=sum(math.prod(entry.shape) for entry in used),
         is_noop=all(weights.is_noop for weights in modules.values()),
-        kind=_kind(config, found),
+        kind=_kind(config, vectors, tokens),
         num_tensors=len(used),
         num_unread=num_unread,
         invocation=config.invocation,
@@ -145,20 +144,6 @@ def write_adapter(
     save_file(tensors, out / WEIGHTS_FILE, {"format": "pt"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The keys of a file's tensors, but for copies of the base."""
-
-    pairs: Keys  # module -> A, B -> key
-    vectors: Keys
-    tokens: dict[str, str]  # module -> key
-
-    def all_keys(self) -> Iterator[str]:
-        for keys in (*self.pairs.values(), *self.vectors.values()):
-            yield from keys.values()
-        yield from self.tokens.values()
-
-
 def _parse(key: str, targets: Mapping[str, Target]) -> tuple[str, str, str]:
     """Returns the role of a tensor (pair, vector, tokens or copy), its module and its part. Raises
     AdapterError if it has none."""
@@ -177,9 +162,10 @@ def _check_header(
     config: PeftConfig,
     max_rank: int,
     base: BaseParameter,
-) -> _Found:
-    """Makes all checks that need only the header, and those of copies of the base's weights. The
-    pairs are in the order of the targets."""
+) -> tuple[Keys, Keys, dict[str, str]]:
+    """Makes all checks that need only the header, and those of copies of the base's weights.
+    Returns the keys of A and B, in the order of the targets, of vectors and of trained tokens, by
+    module."""
     found: dict[str, Keys] = {role: {} for role in ("pair", "vector", "tokens", "copy")}
     for key in in_turns(file.entries):
         if is_unread(key):
@@ -207,7 +193,7 @@ def _check_header(
     for module, key in copies.items():
         _check_base_copy(module, file, key, base)
     ordered = {module: pairs[module] for module in targets if module in pairs}
-    return _Found(ordered, vectors, tokens)
+    return ordered, vectors, tokens
 
 
 def _check_invocable(
@@ -253,9 +239,9 @@ def _no_change(target: Target) -> ModuleWeights:
     return ModuleWeights(a, b, 1.0, 0.0)
 
 
-def _kind(config: PeftConfig, found: _Found) -> str:
-    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in found.vectors.values())
-    more = [*(["biases"] if has_biases else []), *(["trained tokens"] if found.tokens else [])]
+def _kind(config: PeftConfig, vectors: Keys, tokens: Mapping[str, str]) -> str:
+    has_biases = any({"lora_bias", "bias"} & keys.keys() for keys in vectors.values())
+    more = [*(["biases"] if has_biases else []), *(["trained tokens"] if tokens else [])]
     name = "DoRA" if config.use_dora else "aLoRA" if config.invocation else "LoRA"
     return f"{name} with {' and '.join(more)}" if more else name
 

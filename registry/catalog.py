@@ -178,7 +178,7 @@ class Catalog:
 
     def setting(self, name: str, key: str) -> str | None:
         """Returns a setting of the registered model `name`; `key` is in `listing.SETTINGS`."""
-        return self._settings.get((name, key))
+        return self.setting_values.get((name, key))
 
     def resolve(self, model: str) -> Resolution:
         """Resolves `base`, `base:adapter` or `adapter`, each with `@alias` or `@version`."""
@@ -195,13 +195,10 @@ class Catalog:
     def resolve_each(self, model: str) -> tuple[tuple[Resolution, float], ...]:
         """Resolves a model as `resolve` does, or several adapters with their weights, each to the
         version that its name alone resolves to. The adapters need not fit together."""
-        first, *more = split_adapters(self.registered(model))
-        found = self.resolve(first.model)
-        names = [
-            one.model if ":" in one.model else f"{found.base.name}:{one.model}" for one in more
-        ]
-        others = ((self.resolve(name), one.weight) for name, one in zip(names, more, strict=True))
-        return (found, first.weight), *others
+        (first, weight), *more = split_adapters(self.registered(model))
+        found = self.resolve(first)
+        names = ((one if ":" in one else f"{found.base.name}:{one}", by) for one, by in more)
+        return (found, weight), *((self.resolve(name), by) for name, by in names)
 
     def resolve_request(self, model: str) -> Resolution:
         """Resolves the adapters of a request together. Raises InvalidNameError if they are not
@@ -311,7 +308,13 @@ class Catalog:
         return base
 
     @cached_property
-    def _settings(self) -> dict[tuple[str, str], str]:
+    def by_content(self) -> dict[tuple[str, int, str], BaseVersion | AdapterVersion]:
+        """All versions by name, number and digest."""
+        every: tuple[BaseVersion | AdapterVersion, ...] = (*self.bases, *self.adapters)
+        return {(one.name, one.version, one.digest): one for one in every}
+
+    @cached_property
+    def setting_values(self) -> dict[tuple[str, str], str]:
         return {(one.name, one.key): one.value for one in self.settings}
 
     @cached_property

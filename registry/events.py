@@ -26,7 +26,6 @@ _SHOWN_CHARS = 80  # of a tag's value, which any MLflow client may write
 
 K = TypeVar("K", bound=Any)  # can be sorted
 V = TypeVar("V")
-_Version = BaseVersion | AdapterVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def changes(old: Catalog, new: Catalog) -> tuple[Change, ...]:
 
 
 def _changes(old: Catalog, new: Catalog) -> Iterator[Change]:
-    before, after = _versions(old), _versions(new)
+    before, after = old.by_content, new.by_content
     for name, version, digest in sorted(before.keys() - after.keys()):
         yield Change("version_removed", f"{name} version {version} ({digest[:12]}) is gone")
     for name, version, digest in sorted(after.keys() - before.keys()):
@@ -54,7 +53,7 @@ def _changes(old: Catalog, new: Catalog) -> Iterator[Change]:
         for tag, text, new_text in _differences(_tags(before[key]), _tags(after[key])):
             words = f"{key[0]} version {key[1]}, tag {tag} {_replacement(text, new_text)}"
             yield Change("tag_changed", words)
-    for (name, setting), text, new_text in _differences(_settings(old), _settings(new)):
+    for (name, setting), text, new_text in _differences(old.setting_values, new.setting_values):
         words = f"{name}, setting {setting} {_replacement(text, new_text)}"
         yield Change("setting_changed", words)
     rejected = set(new.rejected) - set(old.rejected)
@@ -70,27 +69,18 @@ def _differences(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V 
             yield key, old.get(key), new.get(key)
 
 
-def _versions(catalog: Catalog) -> dict[tuple[str, int, str], _Version]:
-    every: tuple[_Version, ...] = (*catalog.bases, *catalog.adapters)
-    return {(one.name, one.version, one.digest): one for one in every}
-
-
 def _aliases(catalog: Catalog) -> dict[tuple[str, str], int]:
     """Returns all aliases, including aliases on versions that cannot be served."""
-    served = _versions(catalog).values()
+    served = catalog.by_content.values()
     found = {(one.name, alias): one.version for one in served for alias in one.aliases}
     return found | {(one.name, one.alias): one.version for one in catalog.dangling}
 
 
-def _tags(version: _Version) -> dict[str, str]:
+def _tags(version: BaseVersion | AdapterVersion) -> dict[str, str]:
     own = dict(version.tags)
     if isinstance(version, AdapterVersion) and version.effect:
         own[EFFECT_TAG] = version.effect
     return own
-
-
-def _settings(catalog: Catalog) -> dict[tuple[str, str], str]:
-    return {(one.name, one.key): one.value for one in catalog.settings}
 
 
 def _move(old: int | None, new: int | None) -> str:

@@ -57,13 +57,10 @@ class Meanings:
         bad = [group for group, found in catalog.meanings().items() if _why_bad(found)]
         if not bad:
             return catalog
-        there = {(one.name, one.version, one.digest): one for one in catalog.adapters}
-        bases = {(one.name, one.version, one.digest): one for one in catalog.bases}
         held = []
         for name, base_name in bad:
             for version, digest in self._before.get((name, base_name), ()):
-                key = name, version, digest
-                found: AdapterVersion | BaseVersion | None = there.get(key) or bases.get(key)
+                found = catalog.by_content.get((name, version, digest))
                 if found is None:  # deleted: an even older version would be a surprise
                     break
                 if not _why_bad(found):

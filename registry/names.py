@@ -42,14 +42,6 @@ class Reference:
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedModel:
-    """One adapter of a request."""
-
-    model: str  # `base:adapter` or `adapter`
-    weight: float = 1.0
-
-
 def is_legal_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
@@ -116,17 +108,17 @@ def parse_model(model: str) -> tuple[Reference, Reference | None]:
     return parse_reference(first), parse_reference(second) if colon else None
 
 
-def split_adapters(model: str) -> tuple[WeightedModel, ...]:
-    """Splits a client's model string into a model for each of its adapters, the first as it is
-    written and the others with the same base, if the string has a base. A model without weights or
-    further adapters is its only part.
+def split_adapters(model: str) -> tuple[tuple[str, float], ...]:
+    """Splits a client's model string into a model and a weight for each of its adapters, the first
+    as it is written and the others with the same base, if the string has a base. A model without
+    weights or further adapters is its only part.
 
     Raises InvalidNameError for too many adapters, a repeated adapter, or a weight out of bounds.
     """
     if "+" not in model and "*" not in model:
-        return (WeightedModel(model),)
+        return ((model, 1.0),)
     base, colon, names = model.rpartition(":")
-    found: list[WeightedModel] = []
+    found: list[tuple[str, float]] = []
     for part in names.split("+"):
         weight, times, name = part.rpartition("*")
         if times and not _WEIGHT.fullmatch(weight):
@@ -134,9 +126,9 @@ def split_adapters(model: str) -> tuple[WeightedModel, ...]:
                 f"the weight {weight[:40]!r} in {model[:100]!r} is not a number such as 0.5"
             )
         one = f"{base}{colon}{name}"
-        if any(earlier.model == one for earlier in found):
+        if any(earlier == one for earlier, _ in found):
             raise InvalidNameError(f"{name[:100]!r} is twice in {model[:200]!r}")
-        found.append(WeightedModel(one, check_weight(float(weight)) if times else 1.0))
+        found.append((one, check_weight(float(weight)) if times else 1.0))
     if len(found) > MAX_ADAPTERS:
         raise InvalidNameError(
             f"{model[:100]!r} names {len(found)} adapters; at most {MAX_ADAPTERS} are allowed"

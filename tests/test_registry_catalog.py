@@ -10,7 +10,6 @@ from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import InvalidNameError, NotFoundError, RegistryError
 from registry.names import (
-    WeightedModel,
     check_name,
     check_weight,
     join_adapters,
@@ -281,7 +280,7 @@ def test_no_registered_name_looks_like_several(name: str) -> None:
 def test_a_joined_model_is_split_again(weight: float) -> None:
     joined = join_adapters("tiny@2", [("a", weight), ("b@champion", 1.0)])
     assert split_adapters(joined) == (
-        WeightedModel("tiny@2:a", weight), WeightedModel("tiny@2:b@champion"),
+        ("tiny@2:a", weight), ("tiny@2:b@champion", 1.0),
     )  # fmt: skip
 
 

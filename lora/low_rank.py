@@ -56,6 +56,25 @@ class ConversionLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """An adapter that was made LoRA."""
+
+    kind: str  # that was converted, such as LoHa; empty: no conversion was needed
+    rank: int  # the largest of any module; 0: nothing differs from the base
+    error: float  # relative, in the Frobenius norm: the largest of any module
+    notes: tuple[str, ...] = ()  # sentences for the user
+
+    @property
+    def words(self) -> str:
+        if not self.kind:
+            return ""
+        # A rank that leaves nothing out still rounds to float32: an error of some 1e-7.
+        return (
+            f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Factors:
     """The largest parts of a singular value decomposition of a matrix [n, m]: u diag(sigma) v."""
 

@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from lora.adapter_keys import is_unread, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
 from lora.low_rank import (
+    Conversion,
     ConversionLimits,
     Factors,
     decompose,
@@ -46,13 +47,6 @@ _NAMES = {"LOHA": "LoHa", "LOKR": "LoKr"}
 # Receives the minutes that the work will take, the modules done and all of them.
 Notice = Callable[[float, int, int], None]
 Parts = dict[str, torch.Tensor]  # float64, by the names of PEFT's parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    kind: str  # LoHa or LoKr
-    rank: int  # the largest of any module
-    error: float  # relative, in the Frobenius norm: the largest of any module
 
 
 def convert_to_lora(

@@ -80,20 +80,16 @@ class PinnedMemory:
 
     def _make_spares(self) -> None:
         try:
-            while self._reserve_spare():
+            while True:
+                with self._lock:
+                    if not self._lacks_spare():
+                        return
+                    self.num_bytes += _locked_bytes(self._spare_bytes)
                 self._take_back(self._make(self._spare_bytes))
         except (RuntimeError, OSError, MemoryError) as error:
             logger.warning("no spare buffer of page-locked memory: %s", error)
         finally:
             self._is_making = False
-
-    def _reserve_spare(self) -> bool:
-        """Counts a spare buffer if one is missing; the caller makes it."""
-        with self._lock:
-            is_missing = self._lacks_spare()
-            if is_missing:
-                self.num_bytes += _locked_bytes(self._spare_bytes)
-            return is_missing
 
     def _find(self, num_bytes: int) -> torch.Tensor | None:
         while True:

@@ -21,7 +21,15 @@ from lora.adapter import open_weights, write_adapter
 from lora.adapter_keys import is_unread, parse_key, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
-from lora.low_rank import ConversionLimits, decompose, flops, halves, least_rank, working_bytes
+from lora.low_rank import (
+    Conversion,
+    ConversionLimits,
+    decompose,
+    flops,
+    halves,
+    least_rank,
+    working_bytes,
+)
 from lora.lycoris import Notice
 from lora.module_names import canonical
 from lora.peft_config import read_fields
@@ -41,16 +49,6 @@ _ALONE = ("use_dora", "lora_bias", "alora_invocation_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class SavedModules:
-    """The saved modules of an adapter as they are served."""
-
-    names: tuple[str, ...]  # that differ from the base's
-    rank: int  # the largest of any of them; 0: none differs
-    error: float  # relative, in the Frobenius norm: the largest of any of them
-    notes: tuple[str, ...]  # sentences for the user
-
-
-@dataclass(frozen=True, slots=True)
 class _Halves:
     a: torch.Tensor  # of PEFT's: [r, V] of an embedding, [r, H] of a head
     b: torch.Tensor  # [H, r], [V, r]
@@ -65,7 +63,7 @@ def convert_saved(
     limits: ConversionLimits,
     available_bytes: int,
     notice: Notice = lambda minutes, done, total: None,
-) -> SavedModules | None:
+) -> Conversion | None:
     """Writes the adapter of `folder` without saved modules, and LoRA in their place, to the empty
     folder `out`, with copies of its other files; None: it has none, and nothing is written.
 
@@ -99,7 +97,8 @@ def convert_saved(
     write_adapter(folder, out, _fields(fields, served, ranks), dict(sorted(tensors.items())))
     largest = max((lora.error for lora in found.values()), default=0.0)
     notes = [f"the saved {m} equals the base's: it is left out" for m in keys if m not in found]
-    return SavedModules(tuple(found), max(ranks.values(), default=0), largest, tuple(notes))
+    kind = f"saved {' and '.join(found)}" if found else ""
+    return Conversion(kind, max(ranks.values(), default=0), largest, tuple(notes))
 
 
 def _differences(

@@ -136,13 +136,9 @@ def split_adapters(model: str) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def join_adapters(base: str, adapters: Iterable[tuple[str, float]]) -> str:
-    """Returns the model string that `split_adapters` reads, of names with their weights."""
-    return f"{base}:{join_weighted(adapters)}"
-
-
 def join_weighted(names: Iterable[tuple[str, float]]) -> str:
-    """Returns names with their weights as clients write them: `a+0.5*b`."""
+    """Returns names with their weights as clients write them and `split_adapters` reads them:
+    `a+0.5*b`."""
     return "+".join(
         name if weight == 1 else f"{weight_text(weight)}*{name}" for name, weight in names
     )

@@ -14,8 +14,8 @@ from engine.checks.validation import convert_adapter
 from engine.model_config import lora_sites, read_model_config
 from lora.adapter import read_adapter
 from lora.errors import AdapterError
-from lora.low_rank import ConversionLimits
-from lora.lycoris import Conversion, convert_to_lora
+from lora.low_rank import Conversion, ConversionLimits
+from lora.lycoris import convert_to_lora
 from tests.engine_helpers import load_hf, make_adapter, make_base, make_runner
 from tests.peft_kinds import LINEARS, check_against_peft, save_peft
 

@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from engine.checks.parity import check_parity, measure_parity
-from engine.checks.validation import ConversionLimits, ConversionReport, convert_adapter
+from engine.checks.validation import ConversionLimits, convert_adapter
 from lora.errors import AdapterError
+from lora.low_rank import Conversion
 from tests.engine_helpers import VOCAB, load_hf, make_adapter, make_base, make_runner, random_prompt
 from tests.peft_kinds import LINEARS, check_against_peft
 
@@ -54,7 +55,7 @@ def save_modules(
 
 def convert(
     folder: Path, base: Path, limits: ConversionLimits | None = None
-) -> tuple[Path, ConversionReport]:
+) -> tuple[Path, Conversion]:
     out = folder.parent / f"{folder.name}-converted"
     out.mkdir()
     made = convert_adapter(folder, base, out, limits or ConversionLimits(1e-3))

@@ -12,7 +12,7 @@ from registry.errors import InvalidNameError, NotFoundError, RegistryError
 from registry.names import (
     check_name,
     check_weight,
-    join_adapters,
+    join_weighted,
     model_key,
     parse_model,
     split_adapters,
@@ -278,7 +278,7 @@ def test_no_registered_name_looks_like_several(name: str) -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 0.5, -2.0, 1e-6, 100.0, 0.123456789])
 def test_a_joined_model_is_split_again(weight: float) -> None:
-    joined = join_adapters("tiny@2", [("a", weight), ("b@champion", 1.0)])
+    joined = f"tiny@2:{join_weighted([('a', weight), ('b@champion', 1.0)])}"
     assert split_adapters(joined) == (
         ("tiny@2:a", weight), ("tiny@2:b@champion", 1.0),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from engine.weight_shapes import expected_shapes
 from lora.adapter import Adapter, read_adapter
 from lora.errors import AdapterError
 from lora.low_rank import MAX_RANK as MAX_RANK
+from lora.low_rank import Conversion
 from lora.low_rank import ConversionLimits as ConversionLimits
 from lora.lycoris import Notice as Notice
 from lora.lycoris import convert_to_lora
@@ -40,23 +41,6 @@ class BaseReport:
     has_chat_template: bool  # without one only raw completions can be served
     warnings: tuple[str, ...]
     quantization: str = ""  # of the files, in words; empty: plain weights
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
-    kind: str  # the kind that was converted, such as LoHa; empty: no conversion was needed
-    rank: int  # the largest of any module
-    error: float  # relative, in the Frobenius norm: the largest of any module
-    notes: tuple[str, ...] = ()  # sentences for the user
-
-    @property
-    def words(self) -> str:
-        if not self.kind:
-            return ""
-        # A rank that leaves nothing out still rounds to float32: an error of some 1e-7.
-        return (
-            f"LoRA from {self.kind}, rank {self.rank}, relative error {max(self.error, 1e-7):.1e}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +129,7 @@ def convert_adapter(
     out: Path,
     limits: ConversionLimits,
     notice: Notice = lambda minutes, done, total: None,
-) -> ConversionReport | None:
+) -> Conversion | None:
     """Writes an adapter of a kind that is served as LoRA only (LoHa, LoKr, saved modules) as LoRA
     to the empty folder `out`; None: it is of another kind, and nothing is written. Raises
     AdapterError."""
@@ -153,16 +137,11 @@ def convert_adapter(
     config = read_model_config(base_folder)
     sites = lora_sites(config)
     if fields.get("peft_type") in CONVERTED_KINDS:
-        made = convert_to_lora(folder, out, sites, limits, notice)
-        return ConversionReport(made.kind, made.rank, made.error)
+        return convert_to_lora(folder, out, sites, limits, notice)
     if fields.get("peft_type") != "LORA":
         return None
     base = base_reader(base_folder, config)
-    saved = convert_saved(folder, out, sites, base, limits, available_bytes(), notice)
-    if saved is None:
-        return None
-    kind = f"saved {' and '.join(saved.names)}" if saved.names else ""
-    return ConversionReport(kind, saved.rank, saved.error, saved.notes)
+    return convert_saved(folder, out, sites, base, limits, available_bytes(), notice)
 
 
 def read_checked(folder: Path, digest: str, base_folder: Path, config: ModelConfig) -> Adapter:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from engine.errors import InvalidRequestError
 from registry.errors import NotFoundError
-from registry.names import join_adapters
+from registry.names import join_weighted
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.model_access import check_model, check_route, name_adapters
@@ -97,7 +97,7 @@ async def _find_base(
     state = state_of(request)
     named = state.gateway.only_model() if model is None else model
     if adapters:
-        named = join_adapters(named, adapters)
+        named = f"{named}:{join_weighted(adapters)}"
     try:
         check_model(state.gateway, caller_of(request), named)
         route, leave = await state.cold_starts.admit(named, request.receive)

@@ -19,7 +19,7 @@ from registry.names import (
     MAX_ADAPTERS,
     MAX_MODEL_LENGTH,
     check_weight,
-    join_adapters,
+    join_weighted,
     parse_reference,
 )
 from serve_app.errors import shown
@@ -330,7 +330,7 @@ class GenerationFields(BaseModel):
     @property
     def full_model(self) -> str:
         """The model with the adapters, as one string."""
-        return join_adapters(self.model, self.adapters) if self.adapters else self.model
+        return f"{self.model}:{join_weighted(self.adapters)}" if self.adapters else self.model
 
     @property
     def num_choices(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -44,9 +44,7 @@ from lora.sites import Site
 
 def apply_lora_(
     site: Site,
-    outputs: Sequence[
-        torch.Tensor
-    ],  # one [T, N_s] per slice; views of the fused output are accepted
+    outputs: Sequence[torch.Tensor],  # [T, N_s] of each slice, perhaps views of the fused output
     x: torch.Tensor,  # [T, K]
     batch: LoraBatch,
 ) -> None:
@@ -63,10 +61,9 @@ def apply_lora_embedding_(
         lora_embed_add_(y, token_ids, tokens, rows, weight)
 
 
-@dataclass(frozen=True, slots=True)
-class BridgedDelta:
+class BridgedDelta(NamedTuple):
     """The adapters' addition to a product: each row's values on the bridge, with B still to be
-    applied."""
+    applied. The operations take its parts in this order."""
 
     bridge: Bridge
     site: SiteRows
@@ -84,7 +81,7 @@ class Product:
     def settle(self) -> torch.Tensor:
         """Returns base and delta in one tensor."""
         if self.delta is not None:
-            lora_expand_(self.base, self.delta.bridge, self.delta.site, self.delta.plan)
+            lora_expand_(self.base, *self.delta)
         return self.base
 
 
@@ -110,22 +107,18 @@ def adapted_linear(
 
 def product_silu_mul(gate_up: Product, activation: Activation = "silu") -> torch.Tensor:
     """Turns [T, 2 * I] into [T, I]."""
-    delta = gate_up.delta
-    if delta is None:
+    if gate_up.delta is None:
         return silu_mul(gate_up.base, activation)
-    return lora_silu_mul(gate_up.base, delta.bridge, delta.site, delta.plan, activation)
+    return lora_silu_mul(gate_up.base, *gate_up.delta, activation)
 
 
 def product_add_rms_norm(
     x: Product, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed values and the new residual, as `add_rms_norm` does."""
-    delta = x.delta
-    if delta is None:
+    if x.delta is None:
         return add_rms_norm(x.base, residual, weight, eps, scale)
-    return lora_add_rms_norm(
-        x.base, residual, weight, eps, delta.bridge, delta.site, delta.plan, scale
-    )
+    return lora_add_rms_norm(x.base, residual, weight, eps, *x.delta, scale)
 
 
 def product_all_reduce_add_rms_norm(
@@ -139,21 +132,9 @@ def product_all_reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `product_add_rms_norm` of the sum of all ranks' products. `kind`: as for
     `all_reduce_add_rms_norm`."""
-    delta = x.delta
-    if delta is None:
+    if x.delta is None:
         return all_reduce_add_rms_norm(ranks, x.base, residual, weight, eps, scale, kind)
-    return lora_all_reduce_add_rms_norm(
-        ranks,
-        x.base,
-        residual,
-        weight,
-        eps,
-        delta.bridge,
-        delta.site,
-        delta.plan,
-        scale,
-        kind,
-    )
+    return lora_all_reduce_add_rms_norm(ranks, x.base, residual, weight, eps, *x.delta, scale, kind)
 
 
 def product_norm_add_norm(
@@ -164,17 +145,13 @@ def product_norm_add_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the next block's input and the new residual, as `norm_add_norm` does."""
-    delta = x.delta
-    if delta is None:
+    if x.delta is None:
         return norm_add_norm(x.base, residual, post_weight, next_weight, eps)
-    return lora_norm_add_norm(
-        x.base, residual, post_weight, next_weight, eps, delta.bridge, delta.site, delta.plan
-    )
+    return lora_norm_add_norm(x.base, residual, post_weight, next_weight, eps, *x.delta)
 
 
 def product_rope_kv_write(qkv: Product, write: RopeWrite) -> torch.Tensor:
     """Returns the rotated q [T, Hq, D], as `rope_kv_write` does."""
-    delta = qkv.delta
-    if delta is None:
+    if qkv.delta is None:
         return rope_kv_write(qkv.base, write)
-    return lora_rope_kv_write(qkv.base, delta.bridge, delta.site, delta.plan, write)
+    return lora_rope_kv_write(qkv.base, *qkv.delta, write)

@@ -131,9 +131,7 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     kind = fields.get("peft_type")
     if kind not in CONVERTED_KINDS:
         raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
-    if fields.get("modules_to_save"):
-        words, remedy = _UNSUPPORTED["modules_to_save"], _REMEDIES["modules_to_save"]
-        raise AdapterError(f"the adapter uses {words}, which is not supported: {remedy}")
+    _refuse_unsupported({"modules_to_save": fields.get("modules_to_save")})
     assert isinstance(kind, str)
     return kind, _parse(fields, "alpha")
 

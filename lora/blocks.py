@@ -131,7 +131,8 @@ class BlockTable:
         self, digest: str, num_blocks: int, protected: Collection[str]
     ) -> Placement | None:
         """Acquires as `acquire` does, but returns None rather than evict one of the `protected`."""
-        if digest not in self._blocks and self._num_free_or_idle(protected) < num_blocks:
+        idle = (len(self._blocks[one]) for one in self._idle if one not in protected)
+        if digest not in self._blocks and len(self._free) + sum(idle) < num_blocks:
             return None
         return self.acquire(digest, num_blocks, protected)
 
@@ -142,7 +143,6 @@ class BlockTable:
         self._note_if_idle(digest)
 
     def drop(self, digest: str) -> None:
-        """Frees the blocks of an idle adapter."""
         assert self.num_references(digest) == 0, f"dropped while referenced: {digest}"
         self._free.give_back(self._blocks.pop(digest))
         self._references.pop(digest, None)
@@ -159,10 +159,6 @@ class BlockTable:
     def _note_if_idle(self, digest: str) -> None:
         if digest in self._blocks and digest not in self._idle and self.is_evictable(digest):
             self._idle[digest] = None
-
-    def _num_free_or_idle(self, protected: Collection[str]) -> int:
-        idle = (len(self._blocks[digest]) for digest in self._idle if digest not in protected)
-        return len(self._free) + sum(idle)
 
     def _victims(self, num_blocks: int, protected: Collection[str]) -> tuple[str, ...] | None:
         victims: list[str] = []

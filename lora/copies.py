@@ -24,7 +24,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Returns True if the device has reached it."""
-        ...
 
     def synchronize(self) -> None: ...
 
@@ -35,12 +34,10 @@ class Copier(Protocol):
 
     def mark_steps(self) -> Event:
         """Returns the end of all steps launched so far."""
-        ...
 
     def copy(self, write: Callable[[], None], after: Event | None) -> Event:
         """Calls `write`, whose copies begin after the event, in order of the calls. Returns their
         end."""
-        ...
 
 
 class CudaCopier:

@@ -17,7 +17,7 @@ class HostTier(Mapping[str, PackedAdapter]):
         self.limit = limit  # bytes
         self.num_bytes = 0
         self._adapters: OrderedDict[str, PackedAdapter] = OrderedDict()
-        self._used_s: dict[str, float] = {}
+        self.used_s: dict[str, float] = {}  # Unix time of each adapter's last use
 
     def __getitem__(self, digest: str) -> PackedAdapter:
         return self._adapters[digest]
@@ -28,22 +28,18 @@ class HostTier(Mapping[str, PackedAdapter]):
     def __len__(self) -> int:
         return len(self._adapters)
 
-    def used_s(self, digest: str) -> float:
-        """Returns the time of the adapter's last use."""
-        return self._used_s[digest]
-
     def add(self, packed: PackedAdapter) -> None:
         self._adapters[packed.digest] = packed
         self.num_bytes += packed.num_bytes
-        self._used_s[packed.digest] = time.time()
+        self.used_s[packed.digest] = time.time()
 
     def note_use(self, digest: str) -> None:
         self._adapters.move_to_end(digest)
-        self._used_s[digest] = time.time()
+        self.used_s[digest] = time.time()
 
     def drop(self, digest: str) -> None:
         self.num_bytes -= self._adapters.pop(digest).num_bytes
-        del self._used_s[digest]
+        del self.used_s[digest]
 
     def victims(
         self,

@@ -157,7 +157,6 @@ def working_bytes(height: int, width: int, max_rank: int, itemsize: int) -> int:
 
 
 def _basis(columns: torch.Tensor) -> torch.Tensor:
-    """Returns an orthonormal basis of the columns."""
     q: torch.Tensor = torch.linalg.qr(columns)[0]
     return q
 

@@ -152,7 +152,7 @@ def _factor(kind: str, target: Target, parts: Parts, scale: float, max_rank: int
     """Returns the decomposition of the scaled change; of a Kronecker product its largest parts."""
     module = target.module
     if kind == "LOHA":
-        first, second = (_pair(parts, f"hada_w{i}_a", f"hada_w{i}_b", module) for i in (1, 2))
+        first, second = (_pair(parts, f"hada_w{i}", module) for i in (1, 2))
         shapes = [(len(a), b.shape[1]) for a, b in (first, second)]
         if shapes[0] != shapes[1]:
             raise AdapterError(f"hada_w1 and hada_w2 of {module} have different shapes")
@@ -182,16 +182,17 @@ def _kron_part(parts: Parts, index: int, module: str) -> tuple[torch.Tensor, ...
     """Returns the two factors of a part, or the whole part."""
     name = f"lokr_w{index}"
     if name not in parts:
-        return _pair(parts, f"{name}_a", f"{name}_b", module)
+        return _pair(parts, name, module)
     if f"{name}_a" in parts or f"{name}_b" in parts:
         raise AdapterError(f"{module} has {name} whole and in factors")
     return (parts[name],)
 
 
-def _pair(parts: Parts, a: str, b: str, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-    for name in (a, b):
-        if name not in parts:
-            raise AdapterError(f"{name} of {module} is missing")
+def _pair(parts: Parts, name: str, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = f"{name}_a", f"{name}_b"
+    for half in (a, b):
+        if half not in parts:
+            raise AdapterError(f"{half} of {module} is missing")
     if parts[a].shape[1] != parts[b].shape[0]:
         raise AdapterError(f"{a} and {b} of {module} have different ranks")
     return parts[a], parts[b]

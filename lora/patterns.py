@@ -75,8 +75,6 @@ class NameList:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression of the adapter."""
-
     compiled: regex.Pattern[str]
     limits: Limits
 
@@ -99,14 +97,11 @@ class PatternTable(Generic[T]):
         if len(values) > _MAX_KEYS:
             raise AdapterError(f"{field} has {len(values)} keys, the limit is {_MAX_KEYS}")
         self._limits = limits
-        self._rows = tuple(
-            (
-                key,
-                None if _PLAIN.fullmatch(key) else compile_pattern(key, field, limits, AT_END),
-                value,
-            )
-            for key, value in values.items()
-        )
+        self._rows: list[tuple[str, Pattern | None, T]] = []
+        for key, value in values.items():
+            is_plain = _PLAIN.fullmatch(key)
+            pattern = None if is_plain else compile_pattern(key, field, limits, AT_END)
+            self._rows.append((key, pattern, value))
 
     def find(self, module: str, default: T) -> T:
         self._limits.spend(len(self._rows) * _SECONDS_PER_KEY)

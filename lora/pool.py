@@ -154,7 +154,10 @@ class AdapterPool:
         if digest not in self._host:
             return True
         if digest in self._arriving and self._table.num_references(digest) == 1:
-            self._cancel(digest)
+            assert self._copies is not None
+            self._copies.cancel(digest)
+            del self._arriving[digest]
+            self._table.release(digest)
         if self._table.num_references(digest):
             self._leaving.add(digest)
             return False
@@ -279,7 +282,7 @@ class AdapterPool:
                 self._table.num_references(digest),
                 digest in self._table.pinned,
                 digest in self._leaving,
-                self._host.used_s(digest),
+                self._host.used_s[digest],
             )
             for digest, packed in self._host.items()
         )
@@ -350,12 +353,6 @@ class AdapterPool:
     def _note_copy(self, began_s: float) -> None:
         took_s = time.monotonic() - began_s
         self.copy_s += (took_s - self.copy_s) * (_NEWEST_COPY if self.copy_s else 1.0)
-
-    def _cancel(self, digest: str) -> None:
-        assert self._copies is not None
-        self._copies.cancel(digest)
-        del self._arriving[digest]
-        self._table.release(digest)
 
     def _forget(self, digest: str) -> None:
         self._leaving.discard(digest)

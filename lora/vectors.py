@@ -149,7 +149,6 @@ def with_vectors(
 
 
 def _of_base(base: BaseParameter, module: str, name: str) -> Matrix:
-    """Returns the base's parameter where it lies."""
     parameter = base(f"{module}.{name}")
     if parameter is None:
         raise AdapterError(

@@ -72,7 +72,6 @@ class DefaultAliases:
         return self.of_base(version.base_name)
 
     def of_base(self, name: str) -> str:
-        """Returns the default alias of that base's adapters."""
         return dict(self.of_adapters).get(name, self.everywhere)
 
 

@@ -216,18 +216,9 @@ class Registry:
             is_whole = self._adoption.keep(plain)
         adapters.sort(key=lambda adapter: (adapter.name, adapter.version))
         settings = listing.settings(models)
-        catalog = Catalog(
-            bases,
-            visible(adapters, settings),
-            tuple(rejected),
-            settings,
-            dangling=listing.dangling(
-                models,
-                {(base.name, base.version) for base in bases}
-                | {(adapter.name, adapter.version) for adapter in adapters},
-                {(one.name, one.version): one.reason for one in rejected},
-            ),
-        )
+        dangling = listing.dangling(models, (*bases, *adapters), rejected)
+        shown = visible(adapters, settings)
+        catalog = Catalog(bases, shown, tuple(rejected), settings, dangling=dangling)
         return catalog, is_whole
 
     def _adopted(self, row: listing.Row, bases: Catalog) -> AdapterVersion | Rejected | None:

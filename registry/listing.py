@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -157,7 +157,6 @@ def _created_s(version: ModelVersion) -> int:
 
 
 def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
-    """Returns the settings of all models with a legal name."""
     return tuple(
         Setting(model.name, key, _clean(model.tags[PREFIX + key]))
         for model in sorted(models, key=lambda model: str(model.name))
@@ -169,17 +168,19 @@ def settings(models: Iterable[RegisteredModel]) -> tuple[Setting, ...]:
 
 def dangling(
     models: Iterable[RegisteredModel],
-    served: Collection[tuple[str, int]],
-    reasons: Mapping[tuple[str, int], str],
+    served: Iterable[BaseVersion | AdapterVersion],
+    rejected: Iterable[Rejected],
 ) -> tuple[DanglingAlias, ...]:
-    """Returns the aliases on versions that are not served, of names with other versions that are.
-    `served`, `reasons`: by name and version."""
-    names = {name for name, _ in served}
+    """Returns the aliases on versions that are not served, of names with other versions that
+    are."""
+    numbers = {(one.name, one.version) for one in served}
+    reasons = {(one.name, one.version): one.reason for one in rejected}
+    names = {name for name, _ in numbers}
     found = []
     for model in models:
         for alias, to in model.aliases.items() if model.name in names else ():
             key = model.name, int(to) if _NUMBER.fullmatch(str(to)) else 0
-            if key not in served:
+            if key not in numbers:
                 reason = reasons.get(key, "it is no adapter, or was not read yet")
                 found.append(DanglingAlias(model.name, _clean(alias), key[1], reason))
     return tuple(sorted(found, key=lambda one: (one.name, one.alias)))
@@ -248,14 +249,11 @@ def adapter_tags(facts: AdapterFacts, base: BaseVersion) -> dict[str, str]:
         RANK: str(facts.rank),
         TARGETS: ",".join(facts.targets),
     }
-    if facts.invocation:
-        tags[INVOCATION] = ",".join(map(str, facts.invocation))
     if facts.num_parameters:  # the tensors were read
         tags[PARAMETERS] = str(facts.num_parameters)
         tags[NOOP] = "true" if facts.is_noop else "false"
-    if facts.converted:
-        tags[CONVERTED] = facts.converted
-    return tags
+    invocation = ",".join(map(str, facts.invocation))
+    return tags | _without_empty({INVOCATION: invocation, CONVERTED: facts.converted})
 
 
 def text_tags(manifest: Manifest) -> dict[str, str]:

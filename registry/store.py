@@ -249,11 +249,8 @@ class MlflowStore:
             lambda: self._client.get_model_version_download_uri(name, str(version)),
         )
         if RunsArtifactRepository.is_runs_uri(uri):  # type: ignore[no-untyped-call]
-            of_run = uri
-            uri = self._call(
-                f"looking up {of_run}",
-                lambda: RunsArtifactRepository.get_underlying_uri(of_run, self._database_uri),
-            )
+            find = partial(RunsArtifactRepository.get_underlying_uri, uri, self._database_uri)
+            uri = self._call(f"looking up {uri}", find)
         self._sources.check(uri)
         return self.repository(uri)
 

@@ -83,18 +83,15 @@ class AdapterHeap:
         for column in entries.any(0).nonzero().flatten().tolist():
             strip = self._layout.strips[column]
             if strip.side == "affine":  # before the deltas, as it changes y first
-                found.setdefault(strip.site, []).append(
-                    self._affine(strip, int(entries[0, column]))
-                )
+                affine = self._affine(strip, int(entries[0, column]))
+                found.setdefault(strip.site, []).append(affine)
             else:
                 columns_of.setdefault((strip.site, strip.index), []).append(column)
         for (site, _), columns in columns_of.items():
             strips = [self._layout.strips[column] for column in columns]
             make = self._embedding_delta if self._sites[site].kind == "embedding" else self._delta
-            pages = entries[:, columns].tolist()
-            found.setdefault(site, []).extend(
-                make(strips, run) for run in self._runs(strips, pages)
-            )
+            runs = self._runs(strips, entries[:, columns].tolist())
+            found.setdefault(site, []).extend(make(strips, run) for run in runs)
         return {site: tuple(some) for site, some in found.items()}  # type: ignore[misc]
 
     def _runs(self, strips: Sequence[Strip], pages: Sequence[Sequence[int]]) -> list[_Run]:

@@ -223,10 +223,8 @@ def _kron(first: Factors, second: Factors, scale: float, count: int) -> Factors:
     v = torch.einsum("kn,km->knm", first.v[i], second.v[j]).flatten(1)
     norms = [float(torch.linalg.vector_norm(part.sigma)) for part in (first, second)]
     # (K + R) x (L + S), kept and left out: all but K x L is left out.
-    rest = math.hypot(first.rest * math.hypot(norms[1], second.rest), norms[0] * second.rest) * abs(
-        scale
-    )
-    return Factors(u * math.copysign(1.0, scale), sigma, v, rest)
+    rest = math.hypot(first.rest * math.hypot(norms[1], second.rest), norms[0] * second.rest)
+    return Factors(u * math.copysign(1.0, scale), sigma, v, rest * abs(scale))
 
 
 def _check_shape(found: tuple[int, int], target: Target) -> None:

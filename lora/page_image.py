@@ -125,9 +125,8 @@ class PageLayout:
             first = entry
             if strip.side == "a":
                 first = first_of.setdefault((strip.module, strip.start), entry)
-            (self._entries_of[strip.module] if first == entry else self._sharers[first]).append(
-                entry
-            )
+            own = self._entries_of[strip.module] if first == entry else self._sharers[first]
+            own.append(entry)
         self.num_entries = -(-len(self.strips) // 16) * 16  # of a page: rows of 128 bytes
         # Of the device, with the row of the table of the page that has the block's number.
         self.bytes_per_block = self.block_bytes + 8 * self.num_entries

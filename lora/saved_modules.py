@@ -120,7 +120,10 @@ def _differences(
         assert isinstance(weight, torch.Tensor)  # heads and embeddings are never quantized
         change = _change(file, key, module, weight, limits.max_rank, available_bytes)
         if change is not None:
-            found[module] = _as_lora(change, module, len(weight), limits, notice)
+            a, b, error = _as_lora(change, module, len(weight), limits, notice)
+            if module == _EMBEDDING:  # its product is that of the transposed matrix
+                a, b = b.T, a.T
+            found[module] = _Halves(a.contiguous(), b.contiguous(), error)
     return found
 
 
@@ -236,13 +239,14 @@ def _as_lora(
     vocab: int,
     limits: ConversionLimits,
     notice: Notice,
-) -> _Halves:
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Returns A [r, H] and B [V, r] of a change B A, and its error."""
     rows, changed = change
     if changed is not None:
         # As trained tokens are served: exact, and a half type holds a one.
         ones = torch.zeros(vocab, len(changed), dtype=torch.float16)
         ones[changed, torch.arange(len(changed))] = 1
-        return _of_module(module, rows, ones, 0.0)
+        return rows, ones, 0.0
     what = f"the conversion of the saved {module}"
     height, width = rows.shape
     notice(limits.check_estimate(flops(height, width, limits.max_rank), what), 0, 1)
@@ -255,16 +259,7 @@ def _as_lora(
             f"{refusal}; allow more (--max-error), train it with LoRA, or merge the adapter and "
             "register a base"
         ) from None
-    a, b = halves(factors, rank)  # [r, H], [V, r]
-    return _of_module(module, a, b, error)
-
-
-def _of_module(module: str, a: torch.Tensor, b: torch.Tensor, error: float) -> _Halves:
-    """Returns A and B of a change b a, [V, r] and [r, H], in the order of the module's product: an
-    embedding is the transposed one."""
-    if module == _EMBEDDING:
-        a, b = b.T, a.T
-    return _Halves(a.contiguous(), b.contiguous(), error)
+    return *halves(factors, rank), error
 
 
 def _check_bytes(found: Mapping[str, _Halves], limits: ConversionLimits) -> None:

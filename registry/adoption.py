@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from math import inf, isinf
 from pathlib import Path
 
@@ -51,24 +50,19 @@ _MIN_FREE_BYTES = 1024**3  # left on the scratch folder's disk
 # version.
 Key = tuple[str, int, str, int]
 Found = plain_mlflow.PlainAdapter | RegistryError | None  # None: no adapter
-OpenFiles = Callable[[str, int], ArtifactRepository]
+_Job = tuple[Key, Callable[[], None]]
 
 
 def key_of(row: Row) -> Key:
     return row.name, row.version, row.source, row.created_s
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    key: Key
-    work: Callable[[], None]
-    began_s: float | None = None  # monotonic
-
-
 class Adoption:
     """Any thread may call its methods. Its own thread starts with the first version."""
 
-    def __init__(self, open_files: OpenFiles, scratch: Path | None) -> None:
+    def __init__(
+        self, open_files: Callable[[str, int], ArtifactRepository], scratch: Path | None
+    ) -> None:
         """`scratch`: the folder for downloads, created when needed; None: the system's."""
         self._open_files = open_files
         self._scratch = scratch
@@ -82,6 +76,7 @@ class Adoption:
         # By registered model, in the order of their turns; no model is without a job.
         self._jobs: dict[str, deque[_Job]] = {}
         self._job: _Job | None = None
+        self._began_s = 0.0  # that job; monotonic
         self._waiting: set[Key] = set()  # of all jobs, including the current job
         self._lost: set[threading.Thread] = set()
         self._worker: threading.Thread | None = None
@@ -102,7 +97,7 @@ class Adoption:
                 self._quarantine.check(_digest(key))
             except QuarantinedError as error:
                 return True, RegistryUnavailableError(str(error))
-            self._add(_Job(key, lambda: self._read(key)))
+            self._add(key, lambda: self._read(key))
             return False, None
 
     def is_due(self) -> bool:
@@ -118,7 +113,7 @@ class Adoption:
         with self._changed:
             if key not in self._waiting and time.monotonic() >= self._tag_again_s.get(key, 0.0):
                 self._tag_again_s[key] = time.monotonic() + _TAG_AGAIN_S
-                self._add(_Job(key, lambda: self._tag(key, write)))
+                self._add(key, lambda: self._tag(key, write))
 
     def keep(self, rows: Collection[Row]) -> bool:
         """Drops every version that is not in the listing any more, with its job. Returns False if a
@@ -149,11 +144,11 @@ class Adoption:
         if now_s >= again_s and key not in self._waiting:
             pause_s = min(2 * pause_s, _MAX_LATE_FILES_S)
             self._read_again_s[key] = now_s + pause_s, pause_s
-            self._add(_Job(key, lambda: self._read(key)))
+            self._add(key, lambda: self._read(key))
 
-    def _add(self, job: _Job) -> None:
-        self._jobs.setdefault(job.key[0], deque()).append(job)
-        self._waiting.add(job.key)
+    def _add(self, key: Key, work: Callable[[], None]) -> None:
+        self._jobs.setdefault(key[0], deque()).append((key, work))
+        self._waiting.add(key)
         if self._worker is None and self._job is None:
             self._start()
 
@@ -169,10 +164,10 @@ class Adoption:
     def _drop_jobs(self, keys: set[Key]) -> None:
         """Drops waiting jobs. The current job goes on."""
         if self._job is not None:
-            keys.discard(self._job.key)
+            keys.discard(self._job[0])
         self._waiting -= keys
         for name in {key[0] for key in keys}:
-            left = deque(job for job in self._jobs[name] if job.key not in keys)
+            left = deque(job for job in self._jobs[name] if job[0] not in keys)
             if left:
                 self._jobs[name] = left
             else:
@@ -192,16 +187,17 @@ class Adoption:
                     self._lost.discard(mine)
                     return
                 self._job = job = self._next()
-                job.began_s = time.monotonic()
+                self._began_s = time.monotonic()
+            key, work = job
             try:
-                job.work()
+                work()
             except Exception:  # a bug must not stop the other versions
-                logger.exception("%s version %d was not adopted", *job.key[:2])
-                self._fail(job.key, "it could not be read")
+                logger.exception("%s version %d was not adopted", *key[:2])
+                self._fail(key, "it could not be read")
             with self._changed:
                 if self._job is job:
                     self._job = None
-                    self._waiting.discard(job.key)
+                    self._waiting.discard(key)
                     self.num_done += 1
                 self._changed.notify_all()
 
@@ -210,14 +206,14 @@ class Adoption:
         cannot be ended from outside: it keeps its folder and its memory, so there are _MAX_LOST at
         most."""
         job, worker = self._job, self._worker
-        if job is None or job.began_s is None or worker is None:
+        if job is None or worker is None:
             return
-        if time.monotonic() - job.began_s <= LONGEST_S or len(self._lost) >= _MAX_LOST:
+        if time.monotonic() - self._began_s <= LONGEST_S or len(self._lost) >= _MAX_LOST:
             return
         self._lost.add(worker)
         self._job, self._worker = None, None
-        self._waiting.discard(job.key)
-        self._fail(job.key, f"its store did not send it within {LONGEST_S:g} s")
+        self._waiting.discard(job[0])
+        self._fail(job[0], f"its store did not send it within {LONGEST_S:g} s")
         self.num_done += 1
         if self._jobs:
             self._start()

@@ -18,7 +18,7 @@ import msgspec
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Rejected, Setting
-from registry.files import sync_folder
+from registry.files import sync
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class CatalogFile:
         except BaseException:
             fresh.unlink(missing_ok=True)
             raise
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
 
     def read(self) -> Catalog | None:
         """Returns None if there is no file, or if it cannot be used: the log has the reason."""

@@ -33,12 +33,8 @@ def disk_errors() -> Iterator[None]:
         raise
 
 
-def sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +45,7 @@ def sync_folder(path: Path) -> None:
 def sync_tree(root: Path) -> None:
     """Syncs the folders; the files were synced before they were linked into the tree."""
     for folder, _, _ in os.walk(root, topdown=False):
-        sync_folder(Path(folder))
+        sync(Path(folder))
 
 
 def write_note(note: Path, tree: Path, wanted: Manifest) -> None:

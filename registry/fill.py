@@ -14,7 +14,7 @@ from pathlib import Path
 
 from registry.entities import FileEntry, Manifest, manifest_json
 from registry.errors import DigestMismatchError
-from registry.files import is_entry, sync_file, sync_folder, sync_tree, write_note
+from registry.files import is_entry, sync, sync_tree, write_note
 from registry.manifest import check_entry, hash_file
 from registry.quota import Quota, digest_of
 
@@ -92,7 +92,7 @@ class CacheFill:
                 f"{entry.path}: got {size} bytes with sha256 {digest}, "
                 f"registered are {entry.size} bytes with {entry.sha256}"
             )
-        sync_file(arrived)
+        sync(arrived)
         blob = self._blob(entry)
         with self._quota.locked():
             if not blob.exists():  # otherwise another digest with the same file was quicker
@@ -101,7 +101,7 @@ class CacheFill:
             arrived.unlink()
             self._missing.remove(entry)
             self._reserve()
-        sync_folder(blob.parent)
+        sync(blob.parent)
         self._note_arrival(entry)
 
     def _reserve(self) -> None:
@@ -114,13 +114,13 @@ class CacheFill:
         sync_tree(self._tree)
         note = self._scratch / "manifest"
         note.write_text(manifest_json(self.manifest))
-        sync_file(note)
+        sync(note)
         write_note(self._root / "notes" / self.name, self._tree, self.wanted)
         trees = self._root / "trees"
         with self._quota.locked():
             note.rename(self._root / "manifests" / f"{self.digest}.json")
             self._tree.rename(trees / self.name)
-        sync_folder(trees)
+        sync(trees)
 
     def _blob(self, entry: FileEntry) -> Path:
         return self._root / "blobs" / entry.sha256

@@ -297,16 +297,12 @@ def _check_shapes(
         raise AdapterError(
             f"{module} has rank {rank}, adapter_config.json has {shown_value(configured_rank)}"
         )
-    if in_features != target.site.in_features:
-        raise AdapterError(
-            f"lora_A of {module} has in_features {in_features}, the base has "
-            f"{target.site.in_features}"
-        )
-    if out_features != target.out_features:
-        raise AdapterError(
-            f"lora_B of {module} has out_features {out_features}, the base has "
-            f"{target.out_features}"
-        )
+    for half, name, found, wanted in (
+        ("A", "in_features", in_features, target.site.in_features),
+        ("B", "out_features", out_features, target.out_features),
+    ):
+        if found != wanted:
+            raise AdapterError(f"lora_{half} of {module} has {name} {found}, the base has {wanted}")
 
 
 def _check_base_copy(

@@ -116,12 +116,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
         trains_biases=_bias(fields.get("bias", "none")),
         token_indices=_token_indices(fields.get("trainable_token_indices")),
     )
-    if config.use_dora and config.lora_bias:
-        raise AdapterError("use_dora and lora_bias are set, which PEFT refuses together")
-    if config.use_dora and config.invocation:
-        raise AdapterError(
-            "use_dora and alora_invocation_tokens are set, which PEFT refuses together"
-        )
+    with_dora = {"lora_bias": config.lora_bias, "alora_invocation_tokens": config.invocation}
+    for name, value in with_dora.items():
+        if config.use_dora and value:
+            raise AdapterError(f"use_dora and {name} are set, which PEFT refuses together")
     return config
 
 

@@ -134,8 +134,9 @@ class Quota:
 
     def _drop_unused(self, usage: _Usage, short: int) -> None:
         freed = 0
-        if short > 0:
-            freed += self._drop_orphans(usage)
+        if short > 0:  # blobs without a tree: a fetch of several files ended after some of them
+            orphans = [inode for inode in usage.blobs if not usage.names[inode]]
+            freed = sum(self._drop_blob(usage, inode) for inode in orphans)
         for tree in sorted(usage.trees, key=self._locks.used_ns):
             if freed >= short:
                 break
@@ -143,11 +144,6 @@ class Quota:
                 self.num_evictions += 1
                 freed += self._drop_blobs(usage, tree)
                 logger.info("evicted %s from the cache", tree[:12])
-
-    def _drop_orphans(self, usage: _Usage) -> int:
-        """Removes blobs without a tree: a fetch of several files ended after some of them."""
-        orphans = [inode for inode in usage.blobs if not usage.names[inode]]
-        return sum(self._drop_blob(usage, inode) for inode in orphans)
 
     def _drop_blobs(self, usage: _Usage, tree: str) -> int:
         """Removes the blobs that only the removed tree had."""
@@ -166,16 +162,13 @@ class Quota:
 
     def _remove_tree(self, tree: str) -> bool:
         """Returns False if the tree is in use, which keeps it."""
-        descriptor = self._locks.acquire(tree, EXCLUSIVE | NO_WAIT)
-        if descriptor is None:
-            return False
-        try:
-            self._hide(tree)
-            self._locks.remove(tree)
-        finally:
-            os.close(descriptor)
-        self._forget(digest_of(tree))
-        return True
+        with self._locks.held(tree, EXCLUSIVE | NO_WAIT) as is_unused:
+            if is_unused:
+                self._hide(tree)
+                self._locks.remove(tree)
+        if is_unused:
+            self._forget(digest_of(tree))
+        return is_unused
 
     def _hide(self, tree: str) -> None:
         """Removes a tree by one rename before its files are deleted: no reader sees half of it."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
-from mlflow.entities.webhook import Webhook, WebhookEvent, WebhookEventStr
+from mlflow.entities.webhook import WebhookEvent, WebhookEventStr
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
@@ -263,7 +263,9 @@ class MlflowStore:
     def ensure_webhook(self, name: str, url: str, events: Sequence[str], secret: str) -> None:
         """Creates the webhook of this name, or updates it with all arguments, including the secret,
         which cannot be read back."""
-        known = self._pages("listing webhooks", self._webhooks)
+        known = self._pages(
+            "listing webhooks", lambda token: self._client.list_webhooks(_HOOKS_PER_PAGE, token)
+        )
         mine = next((hook for page in known for hook in page if hook.name == name), None)
         wanted: list[WebhookEventStr | WebhookEvent] = [
             WebhookEvent(*event.split(".", 1)) for event in events
@@ -280,9 +282,6 @@ class MlflowStore:
                     mine.webhook_id, url=url, events=wanted, secret=secret, status="ACTIVE"
                 ),
             )
-
-    def _webhooks(self, token: str | None) -> PagedList[Webhook]:
-        return self._client.list_webhooks(_HOOKS_PER_PAGE, token)
 
     @cached_property
     def _client(self) -> MlflowClient:

@@ -173,10 +173,9 @@ def _check_header(
         role, module, part = _parse(key, targets)
         parts = found[role].setdefault(module, {})
         if part in parts and role != "copy":
-            what = f"trained tokens of {module} are"
-            if part:
-                what = f"{part if role == 'vector' else f'lora_{part}'} of {module} is"
-            raise AdapterError(f"{what} in the file twice")
+            words = {"pair": f"lora_{part}", "vector": part, "tokens": "trained tokens"}[role]
+            verb = "are" if role == "tokens" else "is"
+            raise AdapterError(f"{words} of {module} {verb} in the file twice")
         parts[part] = key
     pairs, vectors = found["pair"], found["vector"]
     tokens, copies = (

@@ -113,16 +113,16 @@ class BlockTable:
         Idle adapters among the `protected` are evicted only if the others are not enough.
         """
         assert num_blocks > 0
-        is_new, evicted = digest not in self._blocks, tuple[str, ...]()
-        if not is_new:
-            self._blocks.move_to_end(digest)
+        is_new = digest not in self._blocks
+        evicted = self._victims(num_blocks, protected) if is_new else ()
+        if evicted is None:
+            return None
+        for victim in evicted:
+            self.drop(victim)
+        if is_new:
+            self._blocks[digest] = self._free.take(num_blocks)
         else:
-            victims = self._victims(num_blocks, protected)
-            if victims is None:
-                return None
-            for victim in victims:
-                self.drop(victim)
-            self._blocks[digest], evicted = self._free.take(num_blocks), victims
+            self._blocks.move_to_end(digest)
         self._references[digest] = self.num_references(digest) + 1
         self._idle.pop(digest, None)
         return Placement(self._blocks[digest], is_new, evicted)

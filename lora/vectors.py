@@ -107,7 +107,8 @@ def with_vectors(
     keys: Mapping[str, str],
     base: BaseParameter,
 ) -> ModuleWeights:
-    """Adds a module's vectors, at least one, and the base's parameters that they refer to."""
+    """Reads a module's vectors, at least one, and adds them to its weights; `base`: for the
+    parameters that they refer to."""
     found = {kind: file.read(key).double() for kind, key in keys.items()}
     for kind, vector in found.items():
         if not bool(vector.isfinite().all()):

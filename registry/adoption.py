@@ -228,10 +228,8 @@ class Adoption:
             self._fail(key, f"it cannot be read now: {error}")
             return
         with self._changed:
-            if (
-                self._worker is not threading.current_thread()
-            ):  # replaced meanwhile: its version is in quarantine
-                return
+            if self._worker is not threading.current_thread():
+                return  # replaced meanwhile: its version is in quarantine
             self._found[key] = found
             if isinstance(found, plain_mlflow.PlainAdapter):
                 self._read_again_s.pop(key, None)

@@ -196,8 +196,11 @@ class Catalog:
         version that its name alone resolves to. The adapters need not fit together."""
         (first, weight), *more = split_adapters(self.registered(model))
         found = self.resolve(first)
-        names = ((one if ":" in one else f"{found.base.name}:{one}", by) for one, by in more)
-        return (found, weight), *((self.resolve(name), by) for name, by in names)
+        each = [(found, weight)]
+        for name, weight in more:
+            model = name if ":" in name else f"{found.base.name}:{name}"
+            each.append((self.resolve(model), weight))
+        return tuple(each)
 
     def resolve_request(self, model: str) -> Resolution:
         """Resolves the adapters of a request together. Raises InvalidNameError if they are not
@@ -344,9 +347,8 @@ class Catalog:
     def _bases_by_digest(self) -> dict[tuple[str, str], BaseVersion]:
         """Versions by name and digest: among equal digests the default version, then the
         highest."""
-        found = {
-            (base.name, base.digest): base for base in sorted(self.bases, key=attrgetter("version"))
-        }
+        ascending = sorted(self.bases, key=attrgetter("version"))
+        found = {(base.name, base.digest): base for base in ascending}
         for base in self._bases.defaults().values():
             found[base.name, base.digest] = base
         return found

@@ -192,9 +192,8 @@ class ModelEntry:
 
 def manifest_json(manifest: Manifest) -> str:
     """Returns canonical JSON: equal files have equal text, whatever made the manifest."""
-    rows = [
-        [entry.path, entry.size, entry.sha256] for entry in sorted(manifest, key=attrgetter("path"))
-    ]
+    ordered = sorted(manifest, key=attrgetter("path"))
+    rows = [[entry.path, entry.size, entry.sha256] for entry in ordered]
     return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
 
 

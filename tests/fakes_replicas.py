@@ -16,16 +16,19 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
+from registry.entities import BaseVersion
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.attempt import Attempt, CallParameters
+from serve_app.dispatch.attempt import Attempt
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
-from serve_app.messages import SubmitCall
+from serve_app.messages import BaseDescription, SubmitCall
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import EngineListener, StreamServer
+from serve_app.text.base_text import BaseText
 from tests.fakes_engine import PacedEngine
 
 APP = "base-app"
@@ -137,8 +140,8 @@ class Fleet:
         return self
 
     @property
-    def parameters(self) -> CallParameters:
-        return parameters(self.server, self.args, self)
+    def base(self) -> BaseHandle:
+        return made_base(self.args, self)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -179,8 +182,8 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        routing = make_routing_request(requests, (), self.parameters.limits, session)
-        return Generation(self.migrations, self.parameters, requests, (), routing)
+        routing = make_routing_request(requests, (), self.base.description.limits, session)
+        return Generation(self.migrations, self.base, requests, (), routing)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:
@@ -202,10 +205,19 @@ class Fleet:
         ]
 
 
-def parameters(server: StreamServer, args: MigrationArgs, handle: object = None) -> CallParameters:
-    deployment = cast(DeploymentHandle[object], handle)
-    limits = PacedEngine().model_limits
-    return CallParameters(server, deployment, limits, APP, "base", args)
+def made_base(
+    args: MigrationArgs, handle: object = None, text: BaseText | None = None
+) -> BaseHandle:
+    """`text` may be left out where no text is read."""
+    return BaseHandle(
+        BaseVersion("base", 1, "b" * 64, ""),
+        APP,
+        cast(DeploymentHandle[object], handle),
+        BaseDescription({}, PacedEngine().model_limits),
+        cast(BaseText, text),
+        0.0,
+        migration=args,
+    )
 
 
 def made_attempt(engine_id: str | None) -> Attempt:

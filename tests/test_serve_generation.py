@@ -45,8 +45,8 @@ from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
 from tests.fakes_replicas import (
     APP,
     Fleet,
+    made_base,
     make_request,
-    parameters,
     read_all,
     running_fleet,
     tokens,
@@ -496,7 +496,7 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     routing = make_routing_request([request], (), PacedEngine().model_limits)
     handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
     call = SubmitCall((request,), (), server.address, routing)
-    attempt = Attempt(parameters(server, MigrationArgs(), handle), call)
+    attempt = Attempt(server, made_base(MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
         await asyncio.wait_for(attempt.stream.read(), 10)
     attempt.close(())

@@ -21,8 +21,8 @@ from serve_app.stream.wire import StreamError
 from tests.fakes_replicas import (
     Router,
     made_attempt,
+    made_base,
     make_request,
-    parameters,
     read_all,
     running_fleet,
     tokens,
@@ -97,7 +97,7 @@ def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPa
     times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
     monkeypatch.setattr(migration_state, "time", times)
     server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
-    migrating = MigrationState(Migrations(server, Router(), "i0"), parameters(server, args))
+    migrating = MigrationState(Migrations(server, Router(), "i0"), made_base(args), is_copy=False)
     attempt = made_attempt(None)
     dead = EngineGoneError("it died", "e0", was_dead=True)
     for _ in range(30):

@@ -18,7 +18,7 @@ from serve_app.stream.server import StreamServer
 from serve_app.text.base_text import BaseText
 from serve_app.text.tokenizer import TextTokenizer
 from tests.canary_factory import CANARY
-from tests.fakes_replicas import Fleet, Router, make_request, running_fleet
+from tests.fakes_replicas import Fleet, Router, made_base, make_request, running_fleet
 from tests.text_factory import byte_level_tokenizer
 from tests.waiting import until
 
@@ -63,8 +63,9 @@ def _prepared(fleet: Fleet, request: Request) -> PreparedRequest:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
     head = ResponseHead("completion", "id", "m", 0, "fp")
-    routing = make_routing_request((request,), (), fleet.parameters.limits)
-    return PreparedRequest(fleet.parameters, TEXT, parsed, head, prompts, (request,), (), routing)
+    routing = make_routing_request((request,), (), fleet.base.description.limits)
+    base = made_base(fleet.args, fleet, TEXT)
+    return PreparedRequest(base, parsed, head, prompts, (request,), (), routing)
 
 
 async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(

@@ -191,8 +191,7 @@ def prepare(
         max_tokens=client.max_tokens,
     )
     return PreparedRequest(
-        state.gateway.call_parameters(handle),
-        handle.text,
+        handle,
         body,
         _head(body, route.resolution),
         prompts,
@@ -261,7 +260,7 @@ def _make_completion(
     """Raises RequestQuarantinedError."""
     handle, gateway = route.handle, state.gateway
     record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
-    record.call = prepared.parameters.app_name, prepared.routing.call_id
+    record.call = handle.app_name, prepared.routing.call_id
     builder = prepared.response_builder()
     generation = prepared.generation(gateway.migrations)
     on_first_token: OnFirstToken | None = None

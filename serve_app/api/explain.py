@@ -59,7 +59,7 @@ def explain_headers(
     """
     if not is_admin(http):
         return _UNAUTHORIZED
-    app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id
+    app_name, call_id = prepared.handle.app_name, prepared.routing.call_id
     decision = routing_state(app_name).decisions.get(call_id)
     if decision is None or not first_s:
         return {}

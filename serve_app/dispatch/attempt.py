@@ -12,16 +12,13 @@ import time
 from collections.abc import Collection, Generator
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
 
-from engine.admission import EngineLimits
 from engine.errors import EngineDeadError
-from serve_app.config import MigrationArgs
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, OverloadedError, ServiceUnavailableError
 from serve_app.messages import SubmitCall
 from serve_app.ray_calls import root_cause
@@ -33,19 +30,6 @@ from serve_app.tasks import spawn
 _LATE_TOKENS_S = 10.0
 # The call may return after all tokens came. If cancelled, Serve would count it as a failure.
 _RETURN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallParameters:
-    """The handle, limits and names for calls to the replicas of a base."""
-
-    server: StreamServer
-    handle: DeploymentHandle[object]
-    limits: EngineLimits
-    app_name: str
-    model_name: str
-    migration: MigrationArgs
-    has_client: bool = True  # False for a copy: no client loses an answer when it fails
 
 
 class PendingCall(Protocol):
@@ -73,18 +57,18 @@ class Attempt:
     """
 
     def __init__(
-        self, parameters: CallParameters, call: SubmitCall, *, is_first: bool = True
+        self, server: StreamServer, base: BaseHandle, call: SubmitCall, *, is_first: bool = True
     ) -> None:
         """`is_first`: False if the call continues the work of another engine."""
         self.is_first = is_first
-        self.is_movable = parameters.migration.limit > 0
-        self.app_name = parameters.app_name
+        self.is_movable = base.migration.limit > 0
+        self.app_name = base.app_name
         self.call_id = call.routing.call_id
         self.began_s = time.monotonic()
         self._is_closed = False
-        self.stream = parameters.server.open(request.request_id for request in call.requests)
+        self.stream = server.open(request.request_id for request in call.requests)
         try:
-            submit = parameters.handle.submit.remote
+            submit = base.handle.submit.remote
             # A later call runs in its own context: Serve would confuse it with the call before.
             response = submit(call) if is_first else Context().run(submit, call)
         except BaseException:

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -26,7 +27,6 @@ from registry.names import parse_model
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
 from serve_app.dispatch.activity import Activity, CountsReporter
-from serve_app.dispatch.attempt import CallParameters
 from serve_app.dispatch.base_handle import (
     BaseHandle,
     Route,
@@ -34,7 +34,6 @@ from serve_app.dispatch.base_handle import (
     open_base,
     unavailable,
 )
-from serve_app.dispatch.generation import NO_MIGRATION
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.errors import ServiceUnavailableError, UnservableError
@@ -203,17 +202,6 @@ class Gateway:
         """The handles of all bases that can be called now."""
         return tuple(self._handles.values())
 
-    def call_parameters(self, handle: BaseHandle) -> CallParameters:
-        base = self.served(handle.base.digest)
-        return CallParameters(
-            self.stream,
-            handle.handle,
-            handle.description.limits,
-            handle.app_name,
-            handle.base.name,
-            NO_MIGRATION if base is None else base.model.migration,
-        )
-
     def fallback(self, digest: str) -> BaseHandle | None:
         """Returns the handle of the previous version while this version of the base starts."""
         assert self.view is not None
@@ -330,7 +318,7 @@ class Gateway:
         for digest, base in running.items():
             known = self._handles.get(digest) or self._resting.pop(digest, None)
             if known is not None and known.serves(base):
-                self._admit(known)
+                self._admit(replace(known, migration=base.model.migration))
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
                 self._opening[key] = spawn(self._open(base), "open-base")
         self._signal_change()

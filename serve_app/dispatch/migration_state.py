@@ -16,12 +16,8 @@ import time
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFullError, RegistryUnavailableError
-from serve_app.dispatch.attempt import (
-    Attempt,
-    CallCancelledError,
-    CallParameters,
-    UnconnectedError,
-)
+from serve_app.dispatch.attempt import Attempt, CallCancelledError, UnconnectedError
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migrations import Migrations, ReplicaLeavesError, SilentEngineError
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -47,14 +43,14 @@ class NotAcceptedError(EngineDeadError):
 class MigrationState:
     """A migration lasts from the loss of an engine to the first token of the next."""
 
-    def __init__(self, migrations: Migrations, parameters: CallParameters) -> None:
+    def __init__(self, migrations: Migrations, base: BaseHandle, *, is_copy: bool) -> None:
         self.avoid: frozenset[str] = frozenset()  # ids of the engines that the request left
         self.is_suspect = False
         self.num_deaths = 0
         self.deadline_s = 0.0  # of the current migration, on the monotonic clock
         self._migrations = migrations
-        self._parameters = parameters
-        self._limit = parameters.migration.limit
+        self._model_name, self._settings = base.base.name, base.migration
+        self._is_copy = is_copy
         self._reason: Reason | None = None  # of the current migration; None: there is none
         self.moves: list[Move] = []
         self._pause_s = _FIRST_PAUSE_S  # before its next retry
@@ -84,7 +80,7 @@ class MigrationState:
         if self._record_end(is_ok=True):
             if self._last_token_s is not None:
                 gap_s = now_s - self._last_token_s
-                self._migrations.metrics.gap(self._parameters.model_name, gap_s)
+                self._migrations.metrics.gap(self._model_name, gap_s)
             self.is_suspect = False
         self._last_token_s = now_s
 
@@ -96,7 +92,7 @@ class MigrationState:
     def _pause_after(
         self, error: BaseException, attempt: Attempt, engine_id: str | None, is_on_trial: bool
     ) -> float:
-        if self._limit == 0 or isinstance(error, NotAcceptedError):
+        if self._settings.limit == 0 or isinstance(error, NotAcceptedError):
             raise error
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
@@ -125,29 +121,29 @@ class MigrationState:
         self._reason = reason
         self.moves.append(Move(time.time(), reason))
         self._pause_s = _FIRST_PAUSE_S
-        self.deadline_s = time.monotonic() + self._parameters.migration.timeout_s
+        self.deadline_s = time.monotonic() + self._settings.timeout_s
 
     def _record_end(self, *, is_ok: bool) -> bool:
         """Counts the end of the current migration; returns False if there was none."""
         reason, self._reason = self._reason, None
         if reason is not None:
-            self._migrations.metrics.moved(self._parameters.model_name, reason, is_ok=is_ok)
+            self._migrations.metrics.moved(self._model_name, reason, is_ok=is_ok)
         return reason is not None
 
     def _end(self, error: Exception) -> None:
         """Counts a request that ends without its last token."""
-        metrics, model = self._migrations.metrics, self._parameters.model_name
+        metrics, model = self._migrations.metrics, self._model_name
         was_migrating = self._record_end(is_ok=False)
         if isinstance(error, AdapterUnsupportedError):
             return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
             metrics.quarantined(model)
-        elif self._parameters.has_client and (was_migrating or isinstance(error, EngineDeadError)):
+        elif not self._is_copy and (was_migrating or isinstance(error, EngineDeadError)):
             metrics.lost(model)
 
     def _count_death(self, error: BaseException) -> None:
         self.num_deaths += 1
-        if self.num_deaths > self._limit:
+        if self.num_deaths > self._settings.limit:
             raise error
 
     def _next_pause(self, error: BaseException) -> float:

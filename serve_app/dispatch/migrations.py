@@ -113,7 +113,7 @@ class Migrations:
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
         self.has_silent_engine = False  # an engine is connected, but silent for `silence_s`
-        self._server = server
+        self.server = server
         self._router = router
         self._silence_s, self._shun_s = silence_s, shun_s
         self._attempts: dict[str, set[Attempt]] = {}  # live, by application
@@ -147,7 +147,7 @@ class Migrations:
 
     def was_lost_before(self, attempt: Attempt, engine_id: str) -> bool:
         """True if the engine disconnected before this attempt began and has not come back."""
-        return self._server.has_lost(engine_id, attempt.began_s)
+        return self.server.has_lost(engine_id, attempt.began_s)
 
     def arrival(self, app_name: str) -> asyncio.Future[None]:
         """Returns a future that is done when Serve's router gets a new replica."""
@@ -209,9 +209,7 @@ class Migrations:
 
     def check_engines(self) -> None:
         """Fails the attempts whose engine is silent, or was found to be on a replica that left."""
-        silence_s = {
-            engine: self._server.silence_s(engine) or 0.0 for engine in self._server.engines
-        }
+        silence_s = {engine: self.server.silence_s(engine) or 0.0 for engine in self.server.engines}
         self.has_silent_engine = any(each_s > self._silence_s for each_s in silence_s.values())
         for engine_id, each_s in silence_s.items():
             if each_s > self._shun_s:
@@ -222,7 +220,7 @@ class Migrations:
                 if attempt.is_movable:
                     self._check_silence(attempt)
         for gone in self._gone.values():
-            gone &= self._server.engines
+            gone &= self.server.engines
 
     def _leave_gone_replicas(self, app_name: str) -> None:
         gone = self._gone.get(app_name)
@@ -232,14 +230,14 @@ class Migrations:
             engine_id = self.engine_of(attempt)
             if not attempt.is_movable or engine_id is None or engine_id not in gone:
                 continue
-            if engine_id in self._server.engines:
+            if engine_id in self.server.engines:
                 attempt.stream.fail(ReplicaLeavesError())
             else:  # it left because it died: its calls are about to report the same
                 attempt.stream.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
 
     def _check_silence(self, attempt: Attempt) -> None:
         engine_id = self.engine_of(attempt)
-        silence_s = None if engine_id is None else self._server.silence_s(engine_id)
+        silence_s = None if engine_id is None else self.server.silence_s(engine_id)
         if engine_id is None or silence_s is None:
             return
         if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:

@@ -19,7 +19,7 @@ from serve_app.admission.queue import AdmissionQueue
 from serve_app.config import FairnessArgs
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import RoutingRequest
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import QueueStats
 from serve_app.routing.view import ReplicaView, ReplicaViews
 from tests.waiting import until
 

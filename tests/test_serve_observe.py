@@ -27,10 +27,10 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.config import RequestLogArgs, TracesArgs
 from serve_app.errors import ClientGoneError, OverloadedError
-from serve_app.metrics.requests import RequestMetrics
 from serve_app.observe.observer import RequestObserver
 from serve_app.observe.record import Move, RequestRecord
 from serve_app.observe.request_log import MAX_WAITING, RequestLog, _Handler, as_line
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.observe.traces import Tracer
 from serve_app.routing.decisions import Decision
 from tests.ingress_app import make_observer

@@ -21,7 +21,7 @@ from serve_app.config import FairnessArgs
 from serve_app.disconnects import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import Backlog, RoutingRequest
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import QueueStats
 from serve_app.routing.view import ReplicaViews
 from serve_app.tasks import spawn
 

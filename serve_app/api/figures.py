@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import BaseFigures, EngineFigures
-from serve_app.metrics.requests import RequestCounts, RequestMetrics
+from serve_app.observe.request_metrics import RequestCounts, RequestMetrics
 from serve_app.routing.state import views_of
 
 _ERRORS = ("error", "non_finite")

@@ -16,6 +16,7 @@ from serve_app.http.asgi import json_response
 from serve_app.metrics.exposition import join_texts
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.observe.observer import RequestObserver
+from serve_app.routing.decisions import decisions_text
 from serve_app.tasks import failures_text
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import Authenticator
@@ -71,7 +72,8 @@ def own_metrics(
     accounts: Accounts | None = None,
 ) -> bytes:
     """Returns the metrics of this ingress replica."""
-    own = metrics.text(gateway.stream.num_open, gateway.connections.routed())
+    own = metrics.text(gateway.stream.num_open)
+    routed = decisions_text(gateway.connections.decisions(), metrics.ingress)
     num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
     num_shadows = shadows.num_open, shadows.num_dropped
     arms = gateway.arms.text(metrics.ingress, num_rollbacks, *num_shadows)
@@ -81,7 +83,7 @@ def own_metrics(
     log = b"" if observer.log is None else observer.log.text()
     keys = b"" if authenticator is None else authenticator.text(metrics.ingress)
     limits = b"" if accounts is None else accounts.limits.text()
-    return join_texts((own, migrations, arms, queues, requests, log, tasks, keys, limits))
+    return join_texts((own, routed, migrations, arms, queues, requests, log, tasks, keys, limits))
 
 
 def _status(is_good: bool, word: str, refused: str = "") -> Response:

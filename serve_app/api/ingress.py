@@ -68,8 +68,7 @@ from serve_app.http.asgi import (
 )
 from serve_app.http.browsers import with_browser_checks
 from serve_app.logs import install_in_replica
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, QueueStats
 from serve_app.observe.observer import ObserveArgs, RequestObserver, open_observer
 from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback

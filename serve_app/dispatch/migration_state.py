@@ -26,7 +26,7 @@ from serve_app.errors import (
     OverloadedError,
     RequestQuarantinedError,
 )
-from serve_app.metrics.migration import Reason
+from serve_app.metrics.ingress import Reason
 from serve_app.observe.record import Move
 
 logger = logging.getLogger(__name__)

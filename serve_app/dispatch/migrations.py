@@ -17,7 +17,7 @@ from typing import Protocol
 from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
 from serve_app.errors import EngineGoneError
-from serve_app.metrics.migration import MigrationMetrics
+from serve_app.metrics.ingress import MigrationMetrics
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import DEPRIORITISE_S, SILENCE_S
 from serve_app.tasks import keep

@@ -9,7 +9,7 @@ from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.messages import Backlog
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import QueueStats
 from serve_app.routing.view import ReplicaViews
 
 ViewsOf = Callable[[str], ReplicaViews | None]  # by application

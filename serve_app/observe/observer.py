@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from serve_app.config import LoggingArgs, MetricsArgs, TracesArgs
-from serve_app.metrics.requests import RequestMetrics
 from serve_app.observe.record import RequestRecord
 from serve_app.observe.request_log import RequestLog
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.observe.traces import Tracer
 from serve_app.tenancy.caller import Caller
 
@@ -57,7 +57,7 @@ class RequestObserver:
         if record.end_s:
             return
         record.end(error)
-        sinks: list[Callable[[RequestRecord], None]] = [self._count]
+        sinks: list[Callable[[RequestRecord], None]] = [self.metrics.observe]
         if self.log is not None:
             sinks.append(self.log.write)
         if self._tracer is not None:
@@ -86,9 +86,6 @@ class RequestObserver:
             self.log.close()
         if self._tracer is not None:
             self._tracer.close()
-
-    def _count(self, record: RequestRecord) -> None:
-        self.metrics.observe(record.finished(), is_known_tenant=bool(record.key_id))
 
 
 def open_observer(

@@ -5,7 +5,6 @@ not connected to dial, and reports changes of the replicas. Runs in the ingress'
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
-from serve_app.metrics.ingress import RoutingCounts
+from serve_app.routing.decisions import Decisions
 from serve_app.routing.state import RoutingListener, RoutingState, routing_state
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import keep_polling, spawn
@@ -86,17 +85,9 @@ class EngineConnections:
     def states(self) -> Sequence[RoutingState]:
         return [base.state for base in self._bases.values()]
 
-    def routed(self) -> list[RoutingCounts]:
-        """Returns the counts by base name: two versions of a base may be here at once."""
-        counts: dict[str, RoutingCounts] = {}
-        for base in self._bases.values():
-            before = counts.get(base.name, RoutingCounts(base.name, Counter(), 0))
-            decisions = base.state.decisions
-            reasons = Counter(before.reasons) + decisions.reasons
-            hits = before.affinity_hits + decisions.affinity_hits
-            before.expected_ratio.include(decisions.expected_ratio)
-            counts[base.name] = RoutingCounts(base.name, reasons, hits, before.expected_ratio)
-        return list(counts.values())
+    def decisions(self) -> list[tuple[str, Decisions]]:
+        """Returns the decisions about each base, with its name."""
+        return [(base.name, base.state.decisions) for base in self._bases.values()]
 
     def poll(self) -> None:
         """Asks the engines of each base to dial if any of them is not connected and no such call

@@ -59,9 +59,9 @@ class _ConnectedPerProcess:
 
 
 @contextmanager
-def processes(clock: Callable[[], float]) -> Iterator[None]:
+def processes() -> Iterator[None]:
     """Gives the contexts of different processes different states in `routing.state`."""
-    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
+    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess()}
     before = {name: getattr(routing, name) for name in names}
     for name, value in names.items():
         setattr(routing, name, value)

@@ -62,7 +62,7 @@ class World:
         self.queue = AdmissionQueue(
             self.settings,
             self.max_waiting,
-            lambda: self.views,
+            self.views,
             self.stats,
             "base",
             lambda: self.now_s,

@@ -137,7 +137,7 @@ def test_a_queue_does_not_keep_the_text_files_of_its_base_in_memory() -> None:
     queues, limits = make_gateway().queues, EngineLimits(64, 64, 64)
     handle = BaseHandle(base, "app", Mock(), BaseDescription({}, limits), Mock(), 0.0)
     text = weakref.ref(handle.text)
-    assert queues.of(handle).is_idle
+    assert queues.of(handle.app_name, handle.base.name, handle.max_waiting).is_idle
     del handle
     gc.collect()
     assert text() is None

@@ -36,7 +36,6 @@ from serve_app.observe.record import RequestRecord
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing
 from serve_app.routing.request import make_routing_request
-from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import HEARTBEAT_S
 from serve_app.tally import ArmKey
@@ -140,7 +139,7 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
 
 
 async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_that_stopped() -> None:
-    async with running_fleet(1, listener=ViewFeed()) as fleet:
+    async with running_fleet(1, listener=routing.ViewFeed()) as fleet:
         generation = fleet.generate(make_request(PROMPT, 4000))
         outputs = await read_some(generation, 3)
         view = routing.connected["e0"]

@@ -39,7 +39,7 @@ class NoPolicy:
 
 
 def _policy(name: str = "expected_ttft", **options: bool | int | float | str) -> Policy:
-    return make_policy(RouterArgs(policy=name, options={"seed": 1, **options}))
+    return make_policy(name, {"seed": 1, **options})
 
 
 def test_the_soonest_goes_first() -> None:
@@ -286,7 +286,7 @@ def test_checking_the_text_of_a_configuration_imports_no_policy() -> None:
 
 
 def test_a_users_own_class_is_taken_with_its_options() -> None:
-    policy = make_policy(RouterArgs(policy=f"{__name__}:Alphabetical", options={"backwards": True}))
+    policy = make_policy(f"{__name__}:Alphabetical", {"backwards": True})
     assert type(policy).__name__ == "Alphabetical"
     assert issubclass(PolicyError, ValueError)
 

@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 from engine.admission import EngineLimits
 from engine.types import StepOutput
 from serve_app.api.explain import measured
-from serve_app.config import RouterArgs
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import EngineOutcome
@@ -29,10 +28,10 @@ from serve_app.routing.state import (
     RoutingListener,
     RoutingState,
     RoutingStates,
+    ViewFeed,
     routing_state,
 )
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
-from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.client import IngressLinks
 from serve_app.stream.server import StreamServer
 from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
@@ -212,9 +211,8 @@ async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_pl
 
 def test_a_policy_that_cannot_be_made_here_leaves_the_one_before() -> None:
     state = _state("a", "b")
-    state.set_policy(RouterArgs(policy="round_robin"))
-    broken = RouterArgs.model_construct(policy="no:where", options={})
-    state.set_policy(broken)
+    state.set_policy("round_robin", {})
+    state.set_policy("no:where", {})
     assert state.policy_name == "round_robin"
     assert state.rank(make_ask())
 

@@ -1,4 +1,5 @@
-"""The queue of a base in an ingress replica: `AdmissionController` with coroutines and timers.
+"""The queues of an ingress replica, one for each running base: `AdmissionController` with
+coroutines and timers.
 
 A request goes to an engine as soon as a replica has capacity for it, waits for its turn, or is
 refused. A request whose client leaves is removed. Each ingress replica orders its own requests;
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import ceil
 
 from starlette.types import Receive
@@ -17,6 +18,7 @@ from starlette.types import Receive
 from serve_app.admission.capacity import has_capacity
 from serve_app.admission.controller import AdmissionController, Reason, Refused
 from serve_app.admission.fair_queue import QueuedRequest
+from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
 from serve_app.disconnects import call_when_gone
 from serve_app.errors import ClientGoneError, OverloadedError
@@ -37,13 +39,12 @@ class AdmissionQueue:
         self,
         settings: FairnessArgs,
         max_waiting: int,
-        views: Callable[[], ReplicaViews | None],
+        views: ReplicaViews,
         stats: QueueStats,
         base: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`views`: of the base's engine replicas; while it returns None, Serve's own limits
-        apply."""
+        """`views`: of the base's engine replicas."""
         self._max_engine_queue_s = settings.max_engine_queue_s
         self._views = views
         self._stats, self._base_stats = stats, stats.of_base(base)
@@ -180,11 +181,8 @@ class AdmissionQueue:
             self._later = loop.call_later(_POLL_S, self._send_waiting)
 
     def _has_capacity(self) -> bool:
-        views = self._views()
-        if views is None:
-            return True
         under_way = tuple(self._under_way.values())  # one bytecode: safe while `placed` runs
-        return has_capacity(views.replicas, under_way, self._max_engine_queue_s)
+        return has_capacity(self._views.replicas, under_way, self._max_engine_queue_s)
 
     def _record_sent(self, queued: QueuedRequest) -> None:
         request = queued.request
@@ -211,3 +209,57 @@ class AdmissionQueue:
         if turn is not None:
             self._base_stats.num_waiting -= 1
         return turn
+
+
+class AdmissionQueues:
+    def __init__(
+        self,
+        settings: FairnessArgs,
+        stats: QueueStats,
+        views_of: Callable[[str], ReplicaViews],
+        *,
+        is_proven: bool,
+        has_keys: bool,
+    ) -> None:
+        """`views_of`: returns the replica views of an application; `is_proven`,
+        `has_keys`: see `Tenants`."""
+        self.stats = stats
+        self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
+        self._settings = settings
+        self._views_of = views_of
+        self._app_names: Collection[str] = ()  # applications that can be called now
+        self._queues: dict[str, AdmissionQueue] = {}  # by application
+
+    def of(self, app_name: str, base: str, max_waiting: int) -> AdmissionQueue:
+        """Returns the queue of an application of `base`, which the first request creates."""
+        queue = self._queues.get(app_name)
+        if queue is None:
+            self._forget_removed()
+            views = self._views_of(app_name)
+            queue = AdmissionQueue(self._settings, max_waiting, views, self.stats, base)
+            self._queues[app_name] = queue
+        return queue
+
+    def set_applications(self, app_names: Collection[str]) -> None:
+        self._app_names = app_names
+
+    def backlog(self, app_name: str) -> Backlog:
+        """Returns the requests that wait here for the engines of an application, or are refused."""
+        queue = self._queues.get(app_name)
+        return Backlog() if queue is None else queue.backlog
+
+    def wake(self) -> None:
+        """Checks the capacity of all bases soon: a frame arrived from some engine."""
+        for queue in self._queues.values():
+            queue.wake()
+
+    def placed(self, app_name: str, call_id: str) -> None:
+        """A replica's view counts this call from now on. From any thread."""
+        if (queue := self._queues.get(app_name)) is not None:
+            queue.placed(call_id)
+
+    def _forget_removed(self) -> None:
+        """Forgets the idle queues of applications that can no longer be called."""
+        running = self._app_names
+        for name in [n for n, q in self._queues.items() if n not in running and q.is_idle]:
+            del self._queues[name]

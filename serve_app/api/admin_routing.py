@@ -78,7 +78,7 @@ def _line(routing: RoutingRequest, ranked: Ranked) -> RouteLine:
         cached_tokens=view.num_cached_tokens(routing.prefixes),
         queued_tokens=view.queued_tokens,
         sequences=view.num_sequences,
-        kv_usage=round(view.kv_usage, 4),
+        kv_usage=round(view.load.kv_usage, 4),
         is_connected=view.is_connected,
         is_draining=view.is_draining,
     )

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from fastapi import Request as HttpRequest
 
 from engine.types import EngineLoad, Request, adapter_key
 from registry.catalog import Resolution
+from serve_app.admission.queue import AdmissionQueue
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.explain import explain_headers, is_wanted
@@ -106,7 +106,7 @@ async def complete(
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
             record.set_route(route.resolution, "" if route.arm is None else route.arm.arm)
-            state.queues.of(route.handle).check(_routing_request(state, route, client, ()))
+            _queue_of(state, route).check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
             copied = await _prepare_copy(state, route, client, raw, prepared)
             del raw  # a thousand requests may wait for an engine
@@ -138,8 +138,9 @@ async def _begin(
     record: RequestRecord,
 ) -> Completion:
     """Waits until the limits of the client's key and the queue of the base let the request pass.
-    Returns its completion. `scope` releases all that the request then holds."""
-    queue = state.queues.of(route.handle)
+    Returns its completion. `scope` releases all that the request then holds. Raises
+    RequestQuarantinedError."""
+    queue, gateway = _queue_of(state, route), state.gateway
     max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
     account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
     if account is not None:
@@ -147,13 +148,34 @@ async def _begin(
     queued = await queue.add_request(prepared.routing, max_tokens, http.receive)
     scope.callback(queue.close, queued)
     record.queue_s = queued.waited_s
-    on_tokens = partial(queue.set_generated, queued)
-    completion = _make_completion(state, route, prepared, copied, on_tokens, record)
+    record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
+    record.call = route.handle.app_name, prepared.routing.call_id
+    on_first_token: OnFirstToken | None = None
+    if (shadow := route.shadow) is not None and copied is not None:
+
+        def on_first_token(load: EngineLoad | None) -> None:
+            # A copy never waits in the queue: while other requests do, none is made.
+            state.shadows.offer(copied, shadow, None if queue.num_waiting else load)
+
+    completion = Completion(
+        prepared.generation(gateway.migrations),
+        prepared.response_builder(),
+        None if route.arm is None else gateway.arms.begin(route.arm),
+        on_first_token,
+        partial(queue.set_generated, queued),
+        partial(state.texts.logprobs, description=route.handle.description),
+        record,
+    )
     scope.callback(completion.close)
     if account is not None:
         account.completion = completion
     scope.watch_client(http.receive, completion.client_left)
     return completion
+
+
+def _queue_of(state: IngressState, route: Route) -> AdmissionQueue:
+    base = route.handle
+    return state.queues.of(base.app_name, base.base.name, base.max_waiting)
 
 
 def _response(
@@ -247,33 +269,6 @@ def _routing_request(
     return make_routing_request(
         requests, adapters, limits, client.session, tenant=account, priority=priority
     )
-
-
-def _make_completion(
-    state: IngressState,
-    route: Route,
-    prepared: PreparedRequest,
-    copied: PreparedRequest | None,
-    on_tokens: Callable[[int], None],
-    record: RequestRecord,
-) -> Completion:
-    """Raises RequestQuarantinedError."""
-    handle, gateway = route.handle, state.gateway
-    record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
-    record.call = handle.app_name, prepared.routing.call_id
-    builder = prepared.response_builder()
-    generation = prepared.generation(gateway.migrations)
-    on_first_token: OnFirstToken | None = None
-    if (shadow := route.shadow) is not None and copied is not None:
-
-        def on_first_token(load: EngineLoad | None) -> None:
-            # A copy never waits in the queue: while other requests do, none is made.
-            is_queueing = state.queues.of(handle).num_waiting > 0
-            state.shadows.offer(copied, shadow, None if is_queueing else load)
-
-    render = partial(state.texts.logprobs, description=handle.description)
-    arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
-    return Completion(generation, builder, arm_request, on_first_token, on_tokens, render, record)
 
 
 def session_key(http: HttpRequest, body: Body) -> str | None:

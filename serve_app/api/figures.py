@@ -32,7 +32,7 @@ def _figures(name: str, gateway: Gateway, counts: RequestCounts) -> BaseFigures:
         sum(gateway.queues.backlog(app).num_requests for app in apps),
         tuple(
             EngineFigures(
-                view.replica_id, view.load.num_running, view.load.num_waiting, view.kv_usage
+                view.replica_id, view.load.num_running, view.load.num_waiting, view.load.kv_usage
             )
             for app in apps
             for view in views_of(app).replicas

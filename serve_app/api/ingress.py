@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.admission.queue import AdmissionQueues
 from serve_app.api import (
     admin_adapters,
     admin_bases,
@@ -48,7 +49,6 @@ from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.errors import (
@@ -74,7 +74,6 @@ from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback
 from serve_app.routing import state as routing
 from serve_app.routing.connections import EngineConnections
-from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import spawn
 from serve_app.tenancy.accounts import Accounts
@@ -242,7 +241,7 @@ def make_gateway(
     queues = AdmissionQueues(
         fairness, stats, routing.views_of, is_proven=is_proven, has_keys=has_keys
     )
-    stream = StreamServer(ViewFeed(queues.wake))
+    stream = StreamServer(routing.ViewFeed(queues.wake))
     migrations = Migrations(stream, routing, ingress_id)
     connections = EngineConnections(stream, queues.placed, migrations.replicas_changed)
     return Gateway(manager, ingress_id, stream, migrations, queues, connections, texts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from registry.webhooks import SeenDeliveries
+from serve_app.admission.queue import AdmissionQueues
 from serve_app.api.model_list import ModelList
 from serve_app.api.scrape import Scrape
 from serve_app.config import IngressArgs
@@ -14,7 +15,6 @@ from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.grammar_checks import GrammarChecks
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.shadow import Shadows
 from serve_app.errors import ServiceUnavailableError
 from serve_app.metrics.ingress import IngressMetrics

@@ -24,6 +24,7 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
+from serve_app.admission.queue import AdmissionQueues
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
 from serve_app.dispatch.activity import Activity, CountsReporter
@@ -35,7 +36,6 @@ from serve_app.dispatch.base_handle import (
     unavailable,
 )
 from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase

@@ -120,13 +120,9 @@ class ReplicaView:
         return len(self._placed)
 
     @property
-    def kv_usage(self) -> float:
-        return self.load.kv_usage
-
-    @property
     def free_kv_tokens(self) -> int:
         """The KV tokens available without waiting for a running sequence to end."""
-        return round((1 - self.kv_usage) * self.limits.max_kv_tokens)
+        return round((1 - self.load.kv_usage) * self.limits.max_kv_tokens)
 
     def has_adapter(self, adapter: str | None) -> bool:
         """Returns True if all adapters of the key are in device or host memory, at most

@@ -78,7 +78,7 @@ class Ingress:
         self._go(call)
 
     def see(self, frame: Frame, prefixes: set[int]) -> None:
-        """Applies a step as `routing.view_feed` does, except that the views share their sets:
+        """Applies a step as `routing.state.ViewFeed` does, except that the views share their sets:
         separate sets for 1,000 replicas and 8 ingresses would occupy gigabytes."""
         view = self.views.get(frame.replica_id)
         if view is None:

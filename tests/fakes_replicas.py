@@ -38,7 +38,7 @@ class Replica:
     def __init__(self, engine_id: str, rate: float) -> None:
         self.engine_id = engine_id
         self.engine = PacedEngine(rate=rate)
-        self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16, 0))
+        self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16))
         self.is_up = True
         self.found_in: str | None = None  # the tier of adapters on their way; None: memory
         self._is_hung = False

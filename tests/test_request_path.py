@@ -98,4 +98,4 @@ async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counte
     with pytest.raises(AdapterUnsupportedError):
         state.on_failure(refusal, attempt, is_on_trial=False)
     assert migrations.metrics._moves == {("base", "death", "failed"): 1}
-    assert not migrations.metrics._lost
+    assert not migrations.metrics.lost

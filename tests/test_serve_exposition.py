@@ -125,7 +125,7 @@ async def _no_grants(request: LeaseRequest) -> dict[str, Grants]:
 
 def every_text() -> Iterator[bytes]:
     """Yields the text of each process's parts, with a sample in every family."""
-    yield EngineMetrics("base", "e0", 16, 0).text()
+    yield EngineMetrics("base", "e0", 16).text()
     ingress = IngressMetrics("i0")
     ingress.answered("/v1/models", 200)
     yield ingress.text(0)
@@ -134,8 +134,8 @@ def every_text() -> Iterator[bytes]:
     yield decisions_text([("base", decisions)], "i0")
     migrations = MigrationMetrics("i0")
     migrations.moved("base", "death", is_ok=True)
-    migrations.lost("base")
-    migrations.quarantined("base")
+    migrations.lost["base"] += 1
+    migrations.quarantined["base"] += 1
     migrations.gap("base", 0.5)
     yield migrations.text()
     queues = QueueStats("i0", ())

@@ -333,7 +333,7 @@ def test_a_sink_that_fails_neither_raises_nor_stops_the_others(tmp_path: Path) -
 def test_a_request_that_ends_with_an_exception_has_it_in_its_record() -> None:
     observer = make_observer()
     record = observer.begin("/v1/completions", {}, time.time())
-    observer.on_exit(record)(OverloadedError, OverloadedError("full"), None)
+    observer.end(record, OverloadedError("full"))
     assert (record.outcome, record.status) == ("refused", 429)
     assert record.end_s > 0
     assert record.error is None  # its traceback would hold the body

@@ -157,7 +157,7 @@ def test_a_method_that_a_client_made_up_is_no_label() -> None:
 
 
 def engine(limits: EngineLimits | None = None) -> EngineMetrics:
-    return EngineMetrics("base", "e0", 16, 0, limits or EngineLimits(4096, 0, 0))
+    return EngineMetrics("base", "e0", 16, limits or EngineLimits(4096, 0, 0))
 
 
 def run(metrics: EngineMetrics, tokens: int, error: str | None = None, cached: int = 0) -> None:

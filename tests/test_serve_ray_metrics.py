@@ -71,7 +71,7 @@ class Registry:
 
 
 def metrics_after(*gaps_s: float) -> EngineMetrics:
-    metrics = EngineMetrics("base", "e0", 16, 0, EngineLimits(4096, 0, 0))
+    metrics = EngineMetrics("base", "e0", 16, EngineLimits(4096, 0, 0))
     metrics.begin(Request("r", (1, 2, 3), SamplingParams(), arrival_s=1.0), "pirate", 1.0)
     continue_after(metrics, 0, 1.0, *gaps_s)
     return metrics

@@ -25,7 +25,6 @@ from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
 from serve_app.routing.state import (
-    RoutingListener,
     RoutingState,
     RoutingStates,
     ViewFeed,
@@ -162,8 +161,8 @@ def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
     def record() -> None:
         seen.append([view.replica_id for view in state.views.replicas])
 
-    state.add_listener(RoutingListener(harm, lambda _: None))
-    state.add_listener(RoutingListener(record, lambda _: None))
+    state.add_listener(harm, lambda _: None)
+    state.add_listener(record, lambda _: None)
     state.set_replicas(["a", "b"])
     state.set_replicas(["a", "b"])
     state.set_replicas(["b"])
@@ -173,7 +172,7 @@ def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
 def test_a_placed_call_is_told_and_taken_back() -> None:
     state = _state("a")
     placed: list[str] = []
-    state.add_listener(RoutingListener(lambda: None, placed.append))
+    state.add_listener(lambda: None, placed.append)
     request = make_ask("call")
     ranked = state.rank(request)
     state.decisions.add(request, "a", ranked, "expected_ttft", 1.0, 2.0)

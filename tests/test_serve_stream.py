@@ -63,7 +63,7 @@ async def running_rig(
     rate: float = 500.0, *, encrypt: bool = False, engine: PacedEngine | None = None
 ) -> AsyncIterator[Rig]:
     engine = engine or PacedEngine(rate=rate)
-    host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
+    host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16))
     events = EngineEvents()
     server = StreamServer(events)
     await server.listen("127.0.0.1", encrypt=encrypt)
@@ -503,7 +503,7 @@ async def test_an_engine_cannot_call_itself_another() -> None:
 
 async def test_an_engine_cannot_speak_for_a_request_that_another_one_took() -> None:
     async with running_rig() as rig:
-        other = EngineHost(PacedEngine(rate=500), "e1", EngineMetrics("base", "e1", 16, 0))
+        other = EngineHost(PacedEngine(rate=500), "e1", EngineMetrics("base", "e1", 16))
         other.start()
         stream = rig.server.open(["r"])
         call = rig.submit(new_request(max_tokens=100_000))

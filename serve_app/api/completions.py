@@ -97,7 +97,7 @@ async def complete(
         check_body(caller, body)
         session = session_key(http, body)
         with RequestScope() as scope:
-            scope.push(state.observer.on_exit(record))
+            scope.push(lambda _kind, error, _traceback: state.observer.end(record, error))
             route, leave = await state.cold_starts.admit(body.full_model, http.receive, session)
             scope.callback(leave)
             caller = check_route(state, caller, body.full_model, route)
@@ -105,7 +105,7 @@ async def complete(
             most = None if caller is None else caller.policy.max_tokens
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
-            record.set_route(route.resolution, "" if route.arm is None else route.arm.arm)
+            record.resolution, record.arm = route.resolution, route.arm_name
             _queue_of(state, route).check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
             copied = await _prepare_copy(state, route, client, raw, prepared)

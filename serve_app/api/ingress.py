@@ -129,7 +129,7 @@ class MetricsMiddleware:
         finally:
             # Also if Serve cancels this coroutine, its way to report that the client left.
             if not is_whole or status == CLIENT_CLOSED_REQUEST:
-                self._metrics.disconnected()
+                self._metrics.num_disconnects += 1
 
 
 def _add_retry_header(message: Message) -> None:

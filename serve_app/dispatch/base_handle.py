@@ -77,6 +77,10 @@ class Route:
     asleep: ServedBase | None = None
 
     @property
+    def arm_name(self) -> str:
+        return "" if self.arm is None else self.arm.arm
+
+    @property
     def headers(self) -> dict[str, str]:
         headers = {"x-loraplex-version": self.resolution.versions}
         return headers if self.arm is None else headers | {"x-loraplex-arm": self.arm.arm}
@@ -118,7 +122,4 @@ def check_supported(resolution: Resolution) -> None:
     for one in resolution.adapters:
         adapter = one.version
         if adapter.refused:
-            raise AdapterUnsupportedError(
-                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
-                f"{adapter.refused}"
-            )
+            raise AdapterUnsupportedError.of(adapter.name, adapter.version, adapter.refused)

@@ -137,9 +137,9 @@ class MigrationState:
         if isinstance(error, AdapterUnsupportedError):
             return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
-            metrics.quarantined(model)
+            metrics.quarantined[model] += 1
         elif not self._is_copy and (was_migrating or isinstance(error, EngineDeadError)):
-            metrics.lost(model)
+            metrics.lost[model] += 1
 
     def _count_death(self, error: BaseException) -> None:
         self.num_deaths += 1

@@ -26,15 +26,12 @@ class IngressMetrics:
     def __init__(self, ingress: str) -> None:
         self.ingress = ingress
         self._answers: Counter[tuple[str, str, str]] = Counter()
-        self._num_disconnects = 0
+        self.num_disconnects = 0
 
     def answered(self, route: str, status: int, method: str = "GET") -> None:
         """`route` is the route's pattern, never the client's path. A method that no route has
         counts as `other`."""
         self._answers[route, str(status), method if method in _METHODS else "other"] += 1
-
-    def disconnected(self) -> None:
-        self._num_disconnects += 1
 
     def text(self, num_open: int) -> bytes:
         """`num_open`: engine requests that this ingress reads."""
@@ -47,7 +44,7 @@ class IngressMetrics:
         return as_text(
             counter("loraplex_http_answers", answers, own, "route", "status"),
             counter("http_requests", requests, own, "handler", "method", "status"),
-            counter("loraplex_client_disconnects", self._num_disconnects, own),
+            counter("loraplex_client_disconnects", self.num_disconnects, own),
             gauge("loraplex_open_engine_requests", num_open, own),
         )
 
@@ -102,8 +99,8 @@ class MigrationMetrics:
     def __init__(self, ingress: str) -> None:
         self._own = {"ingress": ingress}
         self._moves: Counter[tuple[str, str, str]] = Counter()  # model, reason, result
-        self._lost: Counter[str] = Counter()
-        self._quarantined: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()  # requests that failed because their engine is gone
+        self.quarantined: Counter[str] = Counter()
         self._gaps: dict[str, Histogram] = {}
 
     def moved(self, model: str, reason: Reason, *, is_ok: bool) -> None:
@@ -114,18 +111,11 @@ class MigrationMetrics:
         first on the next."""
         self._gaps.setdefault(model, Histogram(GAP_SECONDS)).observe(seconds)
 
-    def lost(self, model: str) -> None:
-        """Counts a request that failed because its engine is gone."""
-        self._lost[model] += 1
-
-    def quarantined(self, model: str) -> None:
-        self._quarantined[model] += 1
-
     def text(self) -> bytes:
         own, model = self._own, "model_name"
         return as_text(
             counter("loraplex_requests_migrated", self._moves, own, model, "reason", "result"),
-            counter("loraplex_requests_lost", self._lost, own, model),
-            counter("loraplex_requests_quarantined", self._quarantined, own, model),
+            counter("loraplex_requests_lost", self.lost, own, model),
+            counter("loraplex_requests_quarantined", self.quarantined, own, model),
             histogram("loraplex_migration_gap_seconds", self._gaps, own, model),
         )

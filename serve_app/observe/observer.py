@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from serve_app.config import LoggingArgs, MetricsArgs, TracesArgs
 from serve_app.observe.record import RequestRecord
@@ -67,18 +66,6 @@ class RequestObserver:
                 sink(record)
             except Exception:
                 logger.exception("a finished request could not be recorded")
-
-    def on_exit(self, record: RequestRecord) -> Callable[..., None]:
-        """Returns a callback for `ExitStack.push` that ends the record."""
-
-        def exit_with(
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            self.end(record, error)
-
-        return exit_with
 
     def close(self) -> None:
         """Writes the rest of the log and of the traces."""

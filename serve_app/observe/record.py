@@ -63,9 +63,6 @@ class RequestRecord:
     def set_body(self, model: str, *, is_stream: bool) -> None:
         self.model, self.is_stream = model[:_MAX_MODEL_CHARS], is_stream
 
-    def set_route(self, resolution: Resolution, arm: str) -> None:
-        self.resolution, self.arm = resolution, arm
-
     def note_first_token(self, now_s: float) -> None:
         self.first_token_s = now_s
         if self.call is not None:

@@ -324,13 +324,11 @@ class EngineActor(EngineHost):
         self._config = config
         self._factory = factory
         self._labels = {"process": "engine", "model_name": model_name, "engine": engine_id}
-        # max_lora is 0: the pool is limited by bytes, not by a number of adapters.
         self._new_metrics = partial(
             EngineMetrics,
             model_name,
             engine_id,
             config.block_size,
-            0,
             kv_cache_dtype=config.kv_cache_dtype,
         )
         self._engine_id, self._stall_timeout_s = engine_id, stall_timeout_s

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
 from serve_app.routing.decisions import Decisions
-from serve_app.routing.state import RoutingListener, RoutingState, routing_state
+from serve_app.routing.state import RoutingState, routing_state
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import keep_polling, spawn
 
@@ -69,10 +69,8 @@ class EngineConnections:
             self._listening.add(app_name)
             in_loop = asyncio.get_running_loop().call_soon_threadsafe
             state.add_listener(
-                RoutingListener(
-                    partial(in_loop, self._update_replicas, app_name),
-                    partial(self._call_placed, app_name),
-                )
+                partial(in_loop, self._update_replicas, app_name),
+                partial(self._call_placed, app_name),
             )
         self._update_replicas(app_name)
 

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from engine.admission import EngineLimits
 from serve_app.messages import RoutingRequest
@@ -29,14 +28,6 @@ logger = logging.getLogger(__name__)
 _UNKNOWN_LIMITS = EngineLimits(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingListener:
-    """Functions that the router's thread calls."""
-
-    replicas_changed: Callable[[], object]  # Serve's router has another set of replicas
-    placed: Callable[[str], None]  # a replica's view counts this call from now on
-
-
 class RoutingState:
     """The routing state of a base application."""
 
@@ -50,7 +41,7 @@ class RoutingState:
         self.policy_name = "expected_ttft"
         self._policy: Policy = ExpectedTtft()
         self._lock = threading.Lock()
-        self._listeners: tuple[RoutingListener, ...] = ()
+        self._listeners: tuple[tuple[Callable[[], object], Callable[[str], None]], ...] = ()
 
     def set_policy(self, name: str, options: Mapping[str, Option]) -> None:
         """Replaces the policy. A configuration file's policy is checked when the file is read; if
@@ -83,8 +74,8 @@ class RoutingState:
         """Counts the request at the replica that was chosen for it."""
         if (view := self.views.get(replica_id)) is not None:
             view.place(request, time.monotonic())
-        for listener in self._listeners:
-            listener.placed(request.call_id)
+        for _, placed in self._listeners:
+            placed(request.call_id)
 
     def unplace(self, call_id: str) -> None:
         """Undoes `place`, unless the decision is forgotten by now."""
@@ -98,15 +89,19 @@ class RoutingState:
             return
         with self._lock:
             self._update_policy()
-        for listener in self._listeners:
+        for replicas_changed, _ in self._listeners:
             try:
-                listener.replicas_changed()
+                replicas_changed()
             except Exception:  # a listener's failure must not reach the router
                 logger.exception("a listener to the replicas of %s failed", self.app_name)
 
-    def add_listener(self, listener: RoutingListener) -> None:
+    def add_listener(
+        self, replicas_changed: Callable[[], object], placed: Callable[[str], None]
+    ) -> None:
+        """Both are called in the router's thread: `replicas_changed` when Serve's router has
+        another set of replicas, `placed` when a replica's view counts a call from now on."""
         with self._lock:
-            self._listeners = (*self._listeners, listener)
+            self._listeners = (*self._listeners, (replicas_changed, placed))
 
     def _update_policy(self) -> None:
         try:

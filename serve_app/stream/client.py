@@ -69,7 +69,7 @@ class IngressLink(asyncio.Protocol):
         self._waiting_bytes = 0
         self._accepted: list[Accepted] = []  # no step's load counts them yet
         self._counted: list[Accepted] = []  # for the next frame
-        # Prefixes cached (True) or evicted since the last frame; None: the next frame has all.
+        # As `EngineSnapshot.changes`, since the last frame; None: the next frame has all.
         self._changes: dict[int, bool] | None = None
         self._sent_adapters: tuple[Digests, Digests] | None = None
         self._sent_disk: Digests | None = None
@@ -102,7 +102,6 @@ class IngressLink(asyncio.Protocol):
     def send(self, outputs: Sequence[TokenOutput] = (), *, is_step: bool = True) -> None:
         """Is called once after each change of the snapshot. Sends a frame or, while the ingress
         is slow, adds to the next frame."""
-        snapshot = self._snapshot
         if is_step and self._accepted:
             self._counted += self._accepted
             self._accepted.clear()
@@ -114,10 +113,8 @@ class IngressLink(asyncio.Protocol):
                 self._write_frame(outputs)
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 self._cut()
-        elif self._transport is not None and self.is_open:
-            frame = snapshot.shared_frame(self._same)
-            self._sent_adapters, self._sent_disk = snapshot.adapters, snapshot.on_disk
-            self._transport.write(frame)
+        else:
+            self._write(self._snapshot.shared_frame(self._same))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -167,8 +164,7 @@ class IngressLink(asyncio.Protocol):
         """Adds the step's changes of the prefix cache to the unsent changes."""
         if self._changes is None:
             return
-        self._changes.update(dict.fromkeys(self._snapshot.cached, True))
-        self._changes.update(dict.fromkeys(self._snapshot.evicted, False))
+        self._changes |= self._snapshot.changes
         if len(self._changes) > len(self._snapshot.prefixes) + MIN_MERGED:
             self._changes = None  # sending all is shorter by now
 

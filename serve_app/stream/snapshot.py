@@ -30,8 +30,8 @@ class EngineSnapshot:
         self.load_s = (0.0, 0.0, 0.0)  # see `Step.load_s`
         self.stall = 0.0  # see `Step.stall`
         self.prefixes: set[int] = set()
-        self.cached: tuple[int, ...] = ()  # in the newest step
-        self.evicted: tuple[int, ...] = ()
+        # Prefix digests that the newest step cached (True) or evicted.
+        self.changes: dict[int, bool] = {}
         self._bare_load = EngineLoad()
         self._frames: dict[Same, bytes] = {}
 
@@ -41,9 +41,10 @@ class EngineSnapshot:
         adapters = (load.adapters_on_device, load.adapters_on_host)
         if adapters != self.adapters:
             self.adapters = adapters
-        self.cached, self.evicted = step.cached_prefixes, step.evicted_prefixes
-        self.prefixes.update(self.cached)
-        self.prefixes.difference_update(self.evicted)
+        self.prefixes.update(step.cached_prefixes)
+        self.prefixes.difference_update(step.evicted_prefixes)
+        self.changes = dict.fromkeys(step.cached_prefixes, True)
+        self.changes |= dict.fromkeys(step.evicted_prefixes, False)
         self.load_s = (load.adapter_copy_s, *self.load_s[1:])
         self._bare_load = replace(load, adapters_on_device=(), adapters_on_host=())
         self._frames.clear()
@@ -58,9 +59,7 @@ class EngineSnapshot:
         """Returns the frame for links without outputs that received the last frame."""
         frame = self._frames.get(same)
         if frame is None:
-            frame = self._frames[same] = self._encode(
-                (), (), self.cached, self.evicted, False, same
-            )
+            frame = self._frames[same] = self.frame_for((), (), self.changes, same)
         return frame
 
     def frame_for(
@@ -70,32 +69,18 @@ class EngineSnapshot:
         changes: dict[int, bool] | None,
         same: Same,
     ) -> bytes:
-        """Returns the frame for a single link. `changes`: the prefix digests cached (True) or
-        evicted since the link's last frame; None: the frame has all prefixes."""
-        if changes is None:
-            return self._encode(outputs, accepted, tuple(self.prefixes), (), True, same)
-        cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
-        evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
-        return self._encode(outputs, accepted, cached, evicted, False, same)
-
-    def _encode(
-        self,
-        outputs: Sequence[Output],
-        accepted: Sequence[Accepted],
-        cached: tuple[int, ...],
-        evicted: tuple[int, ...],
-        is_whole: bool,
-        same: Same,
-    ) -> bytes:
+        """Returns the frame for a single link. `changes`: since the link's last frame; None: the
+        frame has all prefixes."""
+        known = dict.fromkeys(self.prefixes, True) if changes is None else changes
         same_adapters, same_disk = same
         step = Step(
             cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as its content
             self._bare_load if same_adapters else self.load,
             same_adapters,
             tuple(accepted),
-            cached,
-            evicted,
-            is_whole,
+            tuple(digest for digest, is_cached in known.items() if is_cached),
+            tuple(digest for digest, is_cached in known.items() if not is_cached),
+            changes is None,
             None if same_disk else self.on_disk,
             self.load_s,
             self.stall,

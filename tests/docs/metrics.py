@@ -64,7 +64,7 @@ def _texts() -> Mapping[str, bytes]:
 
 
 def _engine() -> bytes:
-    return EngineMetrics("m", "e", block_size=16, max_adapters=0).text()
+    return EngineMetrics("m", "e", block_size=16).text()
 
 
 def _replica() -> bytes:
@@ -87,8 +87,8 @@ async def _ingress() -> bytes:
     migration = MigrationMetrics("i")
     migration.moved("m", "death", is_ok=True)
     migration.gap("m", 0.1)
-    migration.lost("m")
-    migration.quarantined("m")
+    migration.lost["m"] += 1
+    migration.quarantined["m"] += 1
     arms = ArmStats()
     arms.begin(ArmKey("a", "canary", 1, "digest"))
     split = arms.text("i", [("a", 1)], 0, 0)

@@ -261,7 +261,7 @@ async def read_all(
 ) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     async with asyncio.timeout(20):
-        while not generation.is_done:
+        while generation._progress.open_requests:
             outputs += await generation.read()
             if on_outputs is not None:
                 on_outputs()

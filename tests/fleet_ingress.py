@@ -153,7 +153,7 @@ class FleetIngress:
     @property
     def views(self) -> tuple[ReplicaView, ...]:
         replicas: tuple[ReplicaView, ...] = self.process.run(
-            lambda: routing.views_of(self.app_name).replicas
+            lambda: routing.routing_state(self.app_name).views.replicas
         )
         return replicas
 
@@ -201,7 +201,7 @@ class FleetIngress:
             counts |= {
                 f"sequences placed at {view.replica_id}": view.placed_sequences,
                 f"tokens placed at {view.replica_id}": view.placed_tokens,
-                f"calls placed at {view.replica_id}": view.num_placed,
+                f"calls placed at {view.replica_id}": len(view._placed),
             }
         return [f"{self.name}: {what}: {count}" for what, count in counts.items() if count]
 

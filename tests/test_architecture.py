@@ -71,7 +71,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "autoscaling": {"config", "messages"},
     "admission": {
         *("cache_salt", "config", "disconnects", "errors", "messages", "metrics", "routing"),
-        *("tasks", "tenancy"),
+        "tenancy",
     },
     "canary": {"config", "errors", "messages", "metrics", "platform_view", "tally", "tasks"},
     # canary: the one mapping from an error to an outcome

@@ -119,7 +119,7 @@ def test_nothing_is_remembered_without_bound() -> None:
     for key in range(10):
         recent.put(key, key)
         recent.put(0, -1)  # used again and again: stays
-    assert len(recent) == 3
+    assert len(recent._entries) == 3
     assert recent.get(0) == -1
     assert recent.get(9) == 9
     assert recent.get(5) is None

@@ -141,7 +141,7 @@ def test_placing_from_two_threads_at_once_counts_right() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (view.num_placed, view.placed_tokens) == (4000, 400_000)
+    assert (len(view._placed), view.placed_tokens) == (4000, 400_000)
 
 
 def test_output_lengths_are_learned() -> None:
@@ -180,10 +180,10 @@ def test_a_placed_call_is_told_and_taken_back() -> None:
     view = state.views.get("a")
     assert placed == ["call"]
     assert view is not None
-    assert view.num_placed == 1
+    assert len(view._placed) == 1
     state.unplace("call")
     state.unplace("nobody")
-    assert view.num_placed == 0
+    assert len(view._placed) == 0
 
 
 async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_placed() -> None:

@@ -450,7 +450,6 @@ def test_formats_of_dates_and_times_are_those_that_parsers_take(
 async def test_checks_name_the_field_and_are_remembered() -> None:
     checks = GrammarChecks()
     try:
-        await checks.check(None, None)
         await checks.check(Grammar("regex", "a+"), "guided_regex")
         unique = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
         with pytest.raises(InvalidRequestError, match=r"at schema\.properties\.a\.uniqueItems"):

@@ -81,12 +81,6 @@ class _Accounts(Generic[A]):
         self._make = make
         self._max_idle = max_idle
 
-    def __len__(self) -> int:
-        return len(self.busy) + len(self._idle)
-
-    def every(self) -> list[A]:
-        return [*self.busy.values(), *self._idle.values()]
-
     def open(self, name: str) -> A:
         """Returns the account for one more request, which must `close` it once."""
         account = self.busy.get(name)
@@ -177,11 +171,6 @@ class FairQueue:
     def __len__(self) -> int:
         """The number of requests that wait."""
         return self._num_waiting
-
-    @property
-    def num_accounts(self) -> int:
-        """The number of tenants and adapters whose counters are kept."""
-        return sum(1 + len(tenant.adapters) for tenant in self._tenants.every())
 
     def add_request(self, queued: QueuedRequest, now_s: float) -> None:
         request = queued.request

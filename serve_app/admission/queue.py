@@ -20,12 +20,12 @@ from serve_app.admission.controller import AdmissionController, Reason, Refused
 from serve_app.admission.fair_queue import QueuedRequest
 from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
-from serve_app.disconnects import call_when_gone
+from serve_app.disconnects import RequestScope
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import Backlog, RoutingRequest
 from serve_app.metrics.ingress import QueueStats
+from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaViews
-from serve_app.tasks import spawn
 
 _POLL_S = 0.1  # without a frame
 _TRIM_INTERVAL_S = 0.5
@@ -137,19 +137,16 @@ class AdmissionQueue:
             if not turn.done():
                 turn.set_exception(ClientGoneError())
 
-        timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
-        watch: asyncio.Task[None] | None = None
-        if receive is not None:
-            watch = spawn(call_when_gone(receive, leave), "watch-client")
-        try:
-            await turn
-        except BaseException:
-            self.close(queued)
-            raise
-        finally:
-            timer.cancel()
-            if watch is not None:
-                watch.cancel()
+        with RequestScope() as scope:
+            timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
+            scope.callback(timer.cancel)
+            if receive is not None:
+                scope.watch_client(receive, leave)
+            try:
+                await turn
+            except BaseException:
+                self.close(queued)
+                raise
 
     def _send_waiting(self) -> None:
         """Ends the wait of as many requests as the engines have capacity for."""
@@ -216,32 +213,29 @@ class AdmissionQueues:
         self,
         settings: FairnessArgs,
         stats: QueueStats,
-        views_of: Callable[[str], ReplicaViews],
         *,
         is_proven: bool,
         has_keys: bool,
     ) -> None:
-        """`views_of`: returns the replica views of an application; `is_proven`,
-        `has_keys`: see `Tenants`."""
+        """`is_proven`, `has_keys`: see `Tenants`."""
         self.stats = stats
         self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
         self._settings = settings
-        self._views_of = views_of
-        self._app_names: Collection[str] = ()  # applications that can be called now
         self._queues: dict[str, AdmissionQueue] = {}  # by application
 
     def of(self, app_name: str, base: str, max_waiting: int) -> AdmissionQueue:
         """Returns the queue of an application of `base`, which the first request creates."""
         queue = self._queues.get(app_name)
         if queue is None:
-            self._forget_removed()
-            views = self._views_of(app_name)
+            views = routing_state(app_name).views
             queue = AdmissionQueue(self._settings, max_waiting, views, self.stats, base)
             self._queues[app_name] = queue
         return queue
 
-    def set_applications(self, app_names: Collection[str]) -> None:
-        self._app_names = app_names
+    def retain(self, app_names: Collection[str]) -> None:
+        """Forgets the idle queues of all other applications: they can no longer be called."""
+        for name in [n for n, q in self._queues.items() if n not in app_names and q.is_idle]:
+            del self._queues[name]
 
     def backlog(self, app_name: str) -> Backlog:
         """Returns the requests that wait here for the engines of an application, or are refused."""
@@ -257,9 +251,3 @@ class AdmissionQueues:
         """A replica's view counts this call from now on. From any thread."""
         if (queue := self._queues.get(app_name)) is not None:
             queue.placed(call_id)
-
-    def _forget_removed(self) -> None:
-        """Forgets the idle queues of applications that can no longer be called."""
-        running = self._app_names
-        for name in [n for n, q in self._queues.items() if n not in running and q.is_idle]:
-            del self._queues[name]

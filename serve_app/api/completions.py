@@ -255,7 +255,8 @@ async def _read_and_prepare(
     text, description = route.handle.text, route.handle.description
     prompts = await state.texts.run(read_prompts, client.body, raw, text, description)
     prepared = prepare(state, route, client, prompts)
-    grammar = prepared.grammar
+    if (grammar := prepared.grammar) is None:
+        return prepared
     checked = await state.grammars.check(grammar, prepared.body.grammar_field or "tools")
     return prepared if checked is grammar else prepared.with_grammar(checked)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import BaseFigures, EngineFigures
 from serve_app.observe.request_metrics import RequestCounts, RequestMetrics
-from serve_app.routing.state import views_of
+from serve_app.routing.state import routing_state
 
 _ERRORS = ("error", "non_finite")
 _NONE = RequestCounts()
@@ -35,7 +35,7 @@ def _figures(name: str, gateway: Gateway, counts: RequestCounts) -> BaseFigures:
                 view.replica_id, view.load.num_running, view.load.num_waiting, view.load.kv_usage
             )
             for app in apps
-            for view in views_of(app).replicas
+            for view in routing_state(app).views.replicas
             if view.is_connected
         ),
     )

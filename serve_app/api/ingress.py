@@ -238,9 +238,7 @@ def make_gateway(
 ) -> Gateway:
     """`is_proven`, `has_keys`: see `Tenants`. `texts`: see `Gateway`."""
     stats = QueueStats(ingress_id, fairness.weights)
-    queues = AdmissionQueues(
-        fairness, stats, routing.views_of, is_proven=is_proven, has_keys=has_keys
-    )
+    queues = AdmissionQueues(fairness, stats, is_proven=is_proven, has_keys=has_keys)
     stream = StreamServer(routing.ViewFeed(queues.wake))
     migrations = Migrations(stream, routing, ingress_id)
     connections = EngineConnections(stream, queues.placed, migrations.replicas_changed)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection
 from contextlib import suppress
 from contextvars import Context
-from typing import Protocol, cast
+from typing import cast
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentResponse
 
 from engine.errors import EngineDeadError
 from serve_app.dispatch.base_handle import BaseHandle
@@ -30,13 +31,6 @@ from serve_app.tasks import spawn
 _LATE_TOKENS_S = 10.0
 # The call may return after all tokens came. If cancelled, Serve would count it as a failure.
 _RETURN_S = 1.0
-
-
-class PendingCall(Protocol):
-    """The part of Serve's DeploymentResponse that is used here."""
-
-    def __await__(self) -> Generator[object, None, object]: ...
-    def cancel(self) -> None: ...
 
 
 class CallCancelledError(EngineDeadError):
@@ -74,7 +68,7 @@ class Attempt:
         except BaseException:
             self.stream.close()
             raise
-        self._response = cast(PendingCall, response)
+        self._response = cast("DeploymentResponse[object]", response)
         self._late: asyncio.TimerHandle | None = None
         self._watch = spawn(self._watch_call(), "watch-call")
 
@@ -90,7 +84,7 @@ class Attempt:
         if open_requests and not self._watch.done():
             # A call that failed at this very moment raises its failure here.
             with suppress(RayError, RayServeException):
-                self._response.cancel()
+                self._response.cancel()  # type: ignore[no-untyped-call]
         if open_requests:
             self._watch.cancel()
         elif not self._watch.done():

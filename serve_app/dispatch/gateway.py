@@ -331,7 +331,7 @@ class Gateway:
         self._once_ready.add(handle.base.digest)
 
     def _signal_change(self) -> None:
-        self.queues.set_applications({handle.app_name for handle in self.handles})
+        self.queues.retain({handle.app_name for handle in self.handles})
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -81,10 +81,6 @@ class Generation:
         """The migrations so far, failed migrations included."""
         return tuple(self._state.moves)
 
-    @property
-    def is_done(self) -> bool:
-        return self._progress.is_done
-
     async def read(self) -> list[TokenOutput]:
         """Returns the outputs that arrived since the last read, at least one.
 

@@ -98,7 +98,7 @@ class MigrationState:
             self._begin("drain")
         elif _is_loss(error) and not (
             # Serve may send requests to a dead replica for some time: that is no second death.
-            engine_id is not None and self._migrations.was_lost_before(attempt, engine_id)
+            engine_id is not None and self._migrations.server.has_lost(engine_id, attempt.began_s)
         ):
             self._begin(_reason(error))
             self._suspect(error, attempt, engine_id, is_on_trial)

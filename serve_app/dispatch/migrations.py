@@ -145,10 +145,6 @@ class Migrations:
         """Returns the engine replica of this attempt; None while it is unknown."""
         return attempt.stream.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
 
-    def was_lost_before(self, attempt: Attempt, engine_id: str) -> bool:
-        """True if the engine disconnected before this attempt began and has not come back."""
-        return self.server.has_lost(engine_id, attempt.began_s)
-
     def arrival(self, app_name: str) -> asyncio.Future[None]:
         """Returns a future that is done when Serve's router gets a new replica."""
         if app_name not in self._arrivals:

@@ -39,10 +39,6 @@ class Progress:
         return tuple(self._requests.values())
 
     @property
-    def is_done(self) -> bool:
-        return not self._open
-
-    @property
     def open_requests(self) -> set[str]:
         """The present engine's ids of the requests that have open choices."""
         return {self.engine_id(request_id) for request_id, _ in self._open}

@@ -156,10 +156,6 @@ def routing_state(app_name: str) -> RoutingState:
     return _states.of(app_name)
 
 
-def views_of(app_name: str) -> ReplicaViews:
-    return _states.of(app_name).views
-
-
 def placed_at(app_name: str, call_id: str) -> str | None:
     """Returns the replica that the call was sent to; None if that is forgotten by now."""
     decision = _states.of(app_name).decisions.get(call_id)
@@ -189,7 +185,7 @@ class ViewFeed:
                 step.cached_prefixes, step.evicted_prefixes, is_whole=step.is_whole
             )
         if step.adapters_on_disk is not None:
-            view.observe_disk(step.adapters_on_disk)
+            view.on_disk = frozenset(step.adapters_on_disk)
         view.observe_load_s(LoadSeconds(*step.load_s))
         if step.accepted or step.outputs:
             _record(view, step)

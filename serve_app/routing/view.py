@@ -116,10 +116,6 @@ class ReplicaView:
         return self.load.num_running + self.load.num_waiting + self.placed_sequences
 
     @property
-    def num_placed(self) -> int:
-        return len(self._placed)
-
-    @property
     def free_kv_tokens(self) -> int:
         """The KV tokens available without waiting for a running sequence to end."""
         return round((1 - self.load.kv_usage) * self.limits.max_kv_tokens)
@@ -180,10 +176,6 @@ class ReplicaView:
         if self._placed:
             with self._lock:
                 self._expire(now_s)
-
-    def observe_disk(self, digests: Iterable[str]) -> None:
-        """Replaces the set of adapters on the disk of the engine's node."""
-        self.on_disk = frozenset(digests)
 
     def observe_load_s(self, measured: LoadSeconds) -> None:
         """Applies the load times that the engine replica measured."""

@@ -23,11 +23,11 @@ from serve_app.api.ingress import (
     ConcurrencyLimitMiddleware,
     build_asgi,
     make_accounts,
-    make_gateway,
     make_state,
 )
 from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.dispatch.base_handle import BaseHandle
+from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import BaseDescription
 from serve_app.openai.json_body import parse_body
@@ -112,7 +112,9 @@ class FleetIngress:
     ) -> None:
         """Constructs the same parts as `Ingress.__init__`."""
         handle = cast("DeploymentHandle[object]", manager)
-        self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
+        self.gateway = gateway = Gateway(
+            handle, self.name, fairness, None, is_proven=True, has_keys=False
+        )
         self._records = make_observer(self.name)
         state = make_state(args, gateway, _Texts(1), self._records)
         self.state = replace(state, accounts=make_accounts(gateway))

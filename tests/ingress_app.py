@@ -23,7 +23,7 @@ from serve_app.text_workers.pool import TextPool
 
 def make_gateway(manager: object = None, ingress_id: str = "i0") -> Gateway:
     handle = cast("DeploymentHandle[object]", manager)
-    return ingress.make_gateway(handle, ingress_id, FairnessArgs(), None, is_proven=False)
+    return Gateway(handle, ingress_id, FairnessArgs(), None, is_proven=False, has_keys=False)
 
 
 def make_state(

@@ -95,7 +95,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
         *("admin_api", "admission", "observe"),
         *("autoscaling", "canary", "config", "console", "control", "dialects", "disconnects"),
         *("dispatch", "errors", "http", "logs", "messages", "metrics", "openai", "platform_view"),
-        *("ray_calls", "ray_network", "routing", "stream", "tasks", "tenancy", "text_workers"),
+        *("ray_calls", "ray_network", "routing", "tasks", "tenancy", "text_workers"),
     },
     # what starts the processes
     "app": {"api", "config", "control", "observe", "platform_view", "serve_file"},

@@ -97,7 +97,7 @@ def test_a_remembered_session_takes_16_bytes_whatever_its_length() -> None:
     sampler = CandidateSampler(random.Random(0), 2)
     for number in range(70_000):
         sampler.record(make_ask(session=f"{number}" + "x" * 256), "r0")
-    assert len(sampler._sessions) == 65_536
+    assert len(sampler._sessions._entries) == 65_536
     assert {len(key) for key in sampler._sessions._entries} == {16}
     assert sampler.session_place("69999" + "x" * 256) == "r0"
     assert sampler.session_place("69999" + "x" * 255) is None

@@ -10,7 +10,8 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.messages import RoutingRequest
 from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
-from serve_app.routing.view import LoadSeconds, ReplicaView
+from serve_app.routing.view import ReplicaView
+from serve_app.stream.wire import LoadSeconds
 from tests.routing_factory import make_ask, make_view, make_views
 
 APPROX_S = 1e-9

@@ -173,7 +173,7 @@ async def test_an_engine_whose_heartbeat_fails_beats_again(
                 raise ZeroDivisionError
             super().observe_step(step, now_s)
 
-    metrics = FailingMetrics("base", "e0", 16, 0)
+    metrics = FailingMetrics("base", "e0", 16)
     host = EngineHost(PacedEngine(), "e0", metrics)
     host.start()
     try:

@@ -212,13 +212,13 @@ class AdmissionQueues:
     def __init__(
         self,
         settings: FairnessArgs,
-        stats: QueueStats,
+        ingress_id: str,
         *,
         is_proven: bool,
         has_keys: bool,
     ) -> None:
         """`is_proven`, `has_keys`: see `Tenants`."""
-        self.stats = stats
+        self.stats = QueueStats(ingress_id, settings.weights)
         self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
         self._settings = settings
         self._queues: dict[str, AdmissionQueue] = {}  # by application

@@ -18,7 +18,6 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.admission.queue import AdmissionQueues
 from serve_app.api import (
     admin_adapters,
     admin_bases,
@@ -48,7 +47,6 @@ from serve_app.console.cookie import ConsoleCookie
 from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.cold_start import ColdStarts
 from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.shadow import Shadows
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.errors import (
@@ -72,9 +70,6 @@ from serve_app.metrics.ingress import IngressMetrics, QueueStats
 from serve_app.observe.observer import ObserveArgs, RequestObserver, open_observer
 from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback
-from serve_app.routing import state as routing
-from serve_app.routing.connections import EngineConnections
-from serve_app.stream.server import StreamServer
 from serve_app.tasks import spawn
 from serve_app.tenancy.accounts import Accounts
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
@@ -227,24 +222,6 @@ def _note_act(manager: DeploymentHandle[object], actor: str, method: str, path: 
     spawn(send(), "note-act")
 
 
-def make_gateway(
-    manager: DeploymentHandle[object],
-    ingress_id: str,
-    fairness: FairnessArgs,
-    texts: TextPool | None,
-    *,
-    is_proven: bool,
-    has_keys: bool = False,
-) -> Gateway:
-    """`is_proven`, `has_keys`: see `Tenants`. `texts`: see `Gateway`."""
-    stats = QueueStats(ingress_id, fairness.weights)
-    queues = AdmissionQueues(fairness, stats, is_proven=is_proven, has_keys=has_keys)
-    stream = StreamServer(routing.ViewFeed(queues.wake))
-    migrations = Migrations(stream, routing, ingress_id)
-    connections = EngineConnections(stream, queues.placed, migrations.replicas_changed)
-    return Gateway(manager, ingress_id, stream, migrations, queues, connections, texts)
-
-
 def make_state(
     args: IngressArgs,
     gateway: Gateway,
@@ -309,7 +286,7 @@ class Ingress:
         replica_id = serve.get_replica_context().replica_id.unique_id
         texts = TextPool(args.tokenizer_threads)
         is_proven = args.trusted_gateway is not None
-        self._gateway = make_gateway(
+        self._gateway = Gateway(
             *(manager, replica_id, fairness, texts),
             is_proven=is_proven,
             has_keys=tenancy.enabled,

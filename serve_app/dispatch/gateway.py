@@ -27,6 +27,7 @@ from registry.names import parse_model
 from serve_app.admission.queue import AdmissionQueues
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
+from serve_app.config import FairnessArgs
 from serve_app.dispatch.activity import Activity, CountsReporter
 from serve_app.dispatch.base_handle import (
     BaseHandle,
@@ -40,6 +41,7 @@ from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.ray_calls import RAY_ERRORS
+from serve_app.routing import state as routing
 from serve_app.routing.connections import EngineConnections
 from serve_app.stream.server import StreamServer
 from serve_app.tally import ArmKey
@@ -59,18 +61,23 @@ class Gateway:
         self,
         manager: DeploymentHandle[object],
         ingress_id: str,
-        stream: StreamServer,
-        migrations: Migrations,
-        queues: AdmissionQueues,
-        connections: EngineConnections,
+        fairness: FairnessArgs,
         texts: TextPool | None,
+        *,
+        is_proven: bool,
+        has_keys: bool,
     ) -> None:
-        """`texts` tries the chat templates of new bases; None: this process does."""
+        """`texts` tries the chat templates of new bases; None: this process does. `is_proven`,
+        `has_keys`: see `Tenants`."""
         self.manager = manager
-        self.stream = stream
-        self.migrations = migrations
-        self.queues = queues
-        self.connections = connections
+        self.queues = queues = AdmissionQueues(
+            fairness, ingress_id, is_proven=is_proven, has_keys=has_keys
+        )
+        self.stream = StreamServer(routing.ViewFeed(queues.wake))
+        self.migrations = Migrations(self.stream, routing, ingress_id)
+        self.connections = EngineConnections(
+            self.stream, queues.placed, self.migrations.replicas_changed
+        )
         self.view: PlatformView | None = None
         self.num_ingresses = 1  # share the traffic, this one included
         self.arms = ArmStats()

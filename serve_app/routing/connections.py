@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from ray.exceptions import RayError
@@ -24,16 +25,16 @@ _MAX_PAUSE_S = 5.0  # between two calls to engines that do not dial
 _CALL_TIMEOUT_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class _Base:
     """A base application that requests are sent to."""
 
-    def __init__(self, name: str, handle: DeploymentHandle[object], state: RoutingState) -> None:
-        self.name = name
-        self.handle = handle
-        self.state = state
-        self.pause_s = _POLL_S
-        self.due_s = 0.0  # when the engines that are not connected may be called again
-        self.call: asyncio.Task[None] | None = None
+    name: str
+    handle: DeploymentHandle[object]
+    state: RoutingState
+    pause_s: float = _POLL_S
+    due_s: float = 0.0  # when the engines that are not connected may be called again
+    call: asyncio.Task[None] | None = None
 
 
 class EngineConnections:

@@ -19,7 +19,7 @@ from serve_app.routing.decisions import Decisions
 from serve_app.routing.expected_ttft import ExpectedTtft
 from serve_app.routing.policies import Option, PolicyError, make_policy
 from serve_app.routing.policy import Policy, Ranked
-from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
+from serve_app.routing.view import ReplicaView, ReplicaViews
 from serve_app.stream.wire import DEPRIORITISE_S, SILENCE_S, Step
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class ViewFeed:
             )
         if step.adapters_on_disk is not None:
             view.on_disk = frozenset(step.adapters_on_disk)
-        view.observe_load_s(LoadSeconds(*step.load_s))
+        view.observe_load_s(step.load_s)
         if step.accepted or step.outputs:
             _record(view, step)
         self._views_changed()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, key_digests
 from serve_app.messages import RoutingRequest
+from serve_app.stream.wire import NOT_MEASURED, LoadSeconds
 
 # A request counts at most so long if its engine never accepts it and its call reports no end.
 _MAX_PLACED_S = 30.0
@@ -25,26 +26,15 @@ _LOAD_WEIGHT = 0.2  # of a replica's new measurement in the base's load times
 _OVERHEAD_STEP, _MIN_OVERHEAD_S = 0.05, 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSeconds:
-    """The seconds until an adapter can be used, by the tier that holds it, as the engine replica
-    measured them; 0 if not yet measured."""
-
-    host: float = 0.0
-    disk: float = 0.0
-    registry: float = 0.0
-
-
 @dataclass(slots=True)
 class BaseEstimates:
     """Estimates that all replicas of a base share and contribute to. So a replica without
     measurements looks no worse than the others, and a fetch looks no faster at the replica that
-    happened to measure a fast one. 0 if unknown."""
+    happened to measure a fast one. 0 or None if unknown."""
 
-    load_s: LoadSeconds = LoadSeconds()
-    step_fixed_s: float = 0.0
-    step_token_s: float = 0.0
-    step_sequence_s: float = 0.0
+    load_s: LoadSeconds = NOT_MEASURED
+    # Of a step itself, of a prompt token and of a decoding sequence in it
+    steps_s: tuple[float, float, float] | None = None
     # The network and other overhead of a first token (see `score`): about the median, so that a
     # few slow requests move it little.
     overhead_s: float = 0.0
@@ -59,18 +49,11 @@ class BaseEstimates:
 
     def learn_load(self, measured: LoadSeconds) -> None:
         """Includes a replica's new measurement."""
-        known = self.load_s
-        self.load_s = LoadSeconds(
-            _mixed(known.host, measured.host),
-            _mixed(known.disk, measured.disk),
-            _mixed(known.registry, measured.registry),
-        )
+        self.load_s = LoadSeconds(*map(_mixed, self.load_s, measured))
 
     def learn_steps(self, load: EngineLoad) -> None:
         if load.step_fixed_s or load.step_token_s:
-            self.step_fixed_s = load.step_fixed_s
-            self.step_token_s = load.step_token_s
-            self.step_sequence_s = load.step_sequence_s
+            self.steps_s = load.step_fixed_s, load.step_token_s, load.step_sequence_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +72,7 @@ class ReplicaView:
     replica_id: str
     limits: EngineLimits
     load: EngineLoad = field(default_factory=EngineLoad)
-    load_s: LoadSeconds = LoadSeconds()
+    load_s: LoadSeconds = NOT_MEASURED
     is_draining: bool = False
     # Its frames arrive and its steps end in time; otherwise the values are old or not known yet.
     is_connected: bool = False

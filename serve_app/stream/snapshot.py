@@ -13,7 +13,7 @@ from typing import cast
 from msgspec import Raw
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
-from serve_app.stream.wire import Accepted, Step, encode_frame
+from serve_app.stream.wire import Accepted, LoadSeconds, Step, encode_frame
 
 Digests = tuple[str, ...]
 Same = tuple[bool, bool]  # the link has received these adapters in memory, and these on disk
@@ -27,7 +27,7 @@ class EngineSnapshot:
         self.load = EngineLoad()
         self.adapters: tuple[Digests, Digests] = ((), ())  # on the device, on the host
         self.on_disk: Digests = ()
-        self.load_s = (0.0, 0.0, 0.0)  # see `Step.load_s`
+        self.load_s = LoadSeconds()
         self.stall = 0.0  # see `Step.stall`
         self.prefixes: set[int] = set()
         # Prefix digests that the newest step cached (True) or evicted.
@@ -45,7 +45,7 @@ class EngineSnapshot:
         self.prefixes.difference_update(step.evicted_prefixes)
         self.changes = dict.fromkeys(step.cached_prefixes, True)
         self.changes |= dict.fromkeys(step.evicted_prefixes, False)
-        self.load_s = (load.adapter_copy_s, *self.load_s[1:])
+        self.load_s = self.load_s._replace(host=load.adapter_copy_s)
         self._bare_load = replace(load, adapters_on_device=(), adapters_on_host=())
         self._frames.clear()
 
@@ -53,7 +53,7 @@ class EngineSnapshot:
         """Sets the adapters on the node's disk, for the frames from the next step on."""
         if on_disk != self.on_disk:
             self.on_disk = on_disk
-        self.load_s = (self.load_s[0], disk_s, registry_s)
+        self.load_s = LoadSeconds(self.load_s.host, disk_s, registry_s)
 
     def shared_frame(self, same: Same) -> bytes:
         """Returns the frame for links without outputs that received the last frame."""

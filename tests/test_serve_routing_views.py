@@ -335,14 +335,12 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
         adapter = cast(Any, SimpleNamespace(name="pirate", rank=8))
         base = SimpleNamespace(app_name="app of a lost adapter", handle=handle)
         models = SimpleNamespace(handles=[base], num_ingresses=1, find_adapter=lambda _: adapter)
-        warm_ups = WarmUps(cast(Any, models))
-        warm_ups.start()
+        polling = WarmUps(cast(Any, models)).start()
         for outcome in ("the files are gone", "the store is down", "", "the files are gone"):
             handle.outcome, handle.began_s = EngineOutcome("e0", not outcome, outcome), []
             await asyncio.sleep(600.0)
             calls.append(handle.began_s)
-        assert warm_ups._task is not None
-        warm_ups._task.cancel()
+        polling.cancel()
 
     loop = VirtualLoop(0)
     try:

@@ -115,7 +115,11 @@ async def complete(
             if is_wanted(http):
                 times = arrival_s, record.queue_s, completion.first_token_s
                 headers |= explain_headers(http, prepared, *times)
-            response = _response(content, completion, scope, is_stream=bool(body.stream))
+            response: Response
+            if body.stream:  # the stream takes the scope over and releases it at its own end
+                response = SseResponse(content, completion.rest(), scope.pop_all().close)
+            else:
+                response = Response(content, media_type="application/json")
     except asyncio.CancelledError as error:
         state.observer.end(record, error)
         raise
@@ -176,15 +180,6 @@ async def _begin(
 def _queue_of(state: IngressState, route: Route) -> AdmissionQueue:
     base = route.handle
     return state.queues.of(base.app_name, base.base.name, base.max_waiting)
-
-
-def _response(
-    content: bytes, completion: Completion, scope: RequestScope, *, is_stream: bool
-) -> Response:
-    """Returns the answer; a stream of it takes the scope over and releases it at its own end."""
-    if is_stream:
-        return SseResponse(content, completion.rest(), scope.pop_all().close)
-    return Response(content, media_type="application/json")
 
 
 def named(error: Exception, body: Body | None) -> Exception:

@@ -277,21 +277,18 @@ class EngineScalingPolicy:
         try:
             if now_s >= self._due_s and self._args is not None:
                 self._due_s = now_s + _PERIOD_S
-                target = self._decide(context, self._args, now_s)
+                sample = sample_of(context)
+                wanted = wanted_replicas(sample, target, self._args, self._state, now_s)
+                if wanted != target:
+                    words = _summary(sample)
+                    logger.info("engine replicas %d -> %d for %s", target, wanted, words)
+                target = wanted
         except Exception:  # the number of replicas stays
             self._state = ScalingState()
             if now_s >= self._log_s:
                 self._log_s = now_s + _LOG_PERIOD_S
                 logger.exception("could not decide on the number of engine replicas, keeping it")
         return target, {}
-
-    def _decide(self, context: AutoscalingContext, args: ScalingArgs, now_s: float) -> int:
-        current = context.target_num_replicas
-        sample = sample_of(context)
-        wanted = wanted_replicas(sample, current, args, self._state, now_s)
-        if wanted != current:
-            logger.info("engine replicas %d -> %d for %s", current, wanted, _summary(sample))
-        return wanted
 
 
 def sample_of(context: AutoscalingContext) -> BaseSample:

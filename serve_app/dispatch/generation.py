@@ -3,9 +3,9 @@
 When its engine dies, falls silent or is drained, the prompt and the tokens so far are sent to
 another replica, with the same seed and the same adapter; the reader sees a pause. A request whose
 engine died before it sent a token for it is a suspect and goes to the next engine alone (see
-`SuspectQueue`); if that engine dies too, the request is quarantined. So a request that crashes
-engines during prefill can take down two of them; a request that crashes them later, three.
-Ignorant of HTTP and text.
+`SuspectQueue`); if that engine dies too, with no other newcomer there, the request is quarantined.
+So a request that crashes engines during prefill can take down two of them; a request that crashes
+them later, three. Ignorant of HTTP and text.
 """
 
 from __future__ import annotations

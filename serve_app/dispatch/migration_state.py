@@ -3,9 +3,7 @@ it to another engine.
 
 A death, a silence or a lack of memory counts against the limit, a drain does not. An engine that
 was dead before the request came, a full queue or a missing adapter is retried until the time limit
-of the current migration. A request whose engine died before it sent a token is a suspect; if its
-engine dies during its turn as a suspect, with no other newcomer there, it is quarantined. Reads
-errors and clocks, calls no engine.
+of the current migration. For suspects see `generation`. Reads errors and clocks, calls no engine.
 """
 
 from __future__ import annotations

@@ -55,10 +55,9 @@ class SuspectQueue:
     """Requests that may have killed their engine go to the next engine in turn, so that another
     death shows which of them is guilty and no innocent request is convicted with it.
 
-    A request is a suspect if its engine died before it sent a token for it. The next suspect's turn
-    begins when the suspect before it got a token, failed or left. The turn of a suspect that saw
-    two or more deaths is exclusive: other requests that want an engine meanwhile wait, for a
-    bounded time. There is a queue for each base in each ingress replica.
+    The next suspect's turn begins when the suspect before it got a token, failed or left. The turn
+    of a suspect that saw two or more deaths is exclusive: other requests that want an engine
+    meanwhile wait, for a bounded time. There is a queue for each base in each ingress replica.
     """
 
     def __init__(self) -> None:

@@ -71,14 +71,9 @@ class Busiest(Generic[K]):
             for name, weight in self._weights.items()
             if weight * left >= _FORGOTTEN or name in self._chosen
         }
-        if len(self._weights) <= self._limit:
-            ranked = list(self._weights)
-        else:
-            ranked = sorted(self._weights, key=self._standing, reverse=True)[: self._limit]
-        lost = self._chosen.difference(ranked)
-        self._chosen.intersection_update(ranked)
-        self._chosen.update(ranked)
-        return lost
+        ranked = sorted(self._weights, key=self._standing, reverse=True)
+        before, self._chosen = self._chosen, set(ranked[: self._limit])
+        return before - self._chosen
 
     def _standing(self, name: K) -> float:
         return self._weights[name] * (_STAY if name in self._chosen else 1.0)

@@ -51,10 +51,9 @@ class EngineConnections:
         self._replicas_changed = replicas_changed
         self._bases: dict[str, _Base] = {}  # by application
         self._listening: set[str] = set()  # applications that were ever added
-        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep_polling(self.poll, _POLL_S, "engine-connections")
+        keep_polling(self.poll, _POLL_S, "engine-connections")
 
     def add_base(
         self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits

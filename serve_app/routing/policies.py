@@ -186,9 +186,6 @@ def _check_options(policy: str, options: Mapping[str, Option], kind: type[Policy
 
 
 def _fits(value: Option, wanted: Sequence[type]) -> bool:
-    if float in wanted and type(value) is int:
-        return True
-    plain = [kind for kind in wanted if kind in (bool, int, float, str)]
-    return type(value) in plain or len(plain) < len(
-        [kind for kind in wanted if kind is not NoneType]
-    )
+    kinds = set(wanted) - {NoneType}
+    is_plain = kinds <= {bool, int, float, str}
+    return not is_plain or type(value) in kinds or (float in kinds and type(value) is int)

@@ -179,7 +179,8 @@ class ViewFeed:
     def frame_received(self, engine_id: str, step: Step) -> None:
         view = connected.get(engine_id) or _states.attach(engine_id)
         is_stalled = step.stall * SILENCE_S > DEPRIORITISE_S
-        view.observe(step.load, time.monotonic(), is_stalled=is_stalled)
+        now_s, same = time.monotonic(), step.same_adapters
+        view.observe(step.load, now_s, is_stalled=is_stalled, same_adapters=same)
         if step.cached_prefixes or step.evicted_prefixes or step.is_whole:
             view.change_prefixes(
                 step.cached_prefixes, step.evicted_prefixes, is_whole=step.is_whole

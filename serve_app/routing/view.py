@@ -145,12 +145,18 @@ class ReplicaView:
             with self._lock:
                 self._remove(call_id)
 
-    def observe(self, load: EngineLoad, now_s: float, *, is_stalled: bool = False) -> None:
-        """Applies a frame. `is_stalled`: the step under way is overdue. The sets of adapters
-        are rebuilt only when they changed."""
-        if load.adapters_on_device != self.load.adapters_on_device:
+    def observe(
+        self,
+        load: EngineLoad,
+        now_s: float,
+        *,
+        is_stalled: bool = False,
+        same_adapters: bool = False,
+    ) -> None:
+        """Applies a frame. `is_stalled`: the step under way is overdue. `same_adapters`: see
+        `Step`."""
+        if not same_adapters:
             self.on_device = frozenset(load.adapters_on_device)
-        if load.adapters_on_host != self.load.adapters_on_host:
             self.on_host = frozenset(load.adapters_on_host)
         self.load = load
         self.updated_s = now_s
@@ -224,12 +230,7 @@ class ReplicaViews:
         self._connected = {} if connected is None else connected
         self._lock = lock or threading.Lock()
         self._by_id: dict[str, ReplicaView] = {}
-        self._replicas: tuple[ReplicaView, ...] = ()
-
-    @property
-    def replicas(self) -> tuple[ReplicaView, ...]:
-        """The present replicas; the same tuple as long as the set does not change."""
-        return self._replicas
+        self.replicas: tuple[ReplicaView, ...] = ()  # the same tuple as long as the set is the same
 
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._by_id.get(replica_id)
@@ -251,7 +252,7 @@ class ReplicaViews:
                 view = self._connected.get(replica_id) or ReplicaView(replica_id, self.limits)
                 view.limits, view.estimates = self.limits, self.estimates
                 by_id[replica_id] = view
-            self._by_id, self._replicas = by_id, tuple(by_id.values())
+            self._by_id, self.replicas = by_id, tuple(by_id.values())
         return True
 
 

@@ -16,10 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Protocol, cast
-
-import msgspec
 
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
@@ -52,7 +49,7 @@ class EngineListener(Protocol):
     """Called in the server's event loop."""
 
     def frame_received(self, engine_id: str, step: Step) -> None:
-        """Is called after a frame's tokens are delivered; the load has all its digests."""
+        """Is called after a frame's tokens are delivered."""
 
     def choice_stopped(self, engine_id: str, num_tokens: int) -> None:
         """Is called when a choice ended at a stop string, which no frame reports."""
@@ -143,14 +140,7 @@ class StreamServer:
 
     def _deliver(self, connection: _EngineConnection, step: Step) -> None:
         connection.stall = step.stall
-        load = step.load
-        if step.same_adapters and (known := self.loads.get(connection.engine_id)) is not None:
-            load = replace(
-                load,
-                adapters_on_device=known.adapters_on_device,
-                adapters_on_host=known.adapters_on_host,
-            )
-        self.loads[connection.engine_id] = load
+        self.loads[connection.engine_id] = step.load
         streams = self._streams
         for accepted in step.accepted:
             stream = streams.get(accepted.request_id)
@@ -163,7 +153,6 @@ class StreamServer:
                 stream._push(output, connection)
         if self._listener is not None:
             try:
-                step = msgspec.structs.replace(step, load=load)
                 self._listener.frame_received(connection.engine_id, step)
             except Exception:  # a listener's failure must not end the connection
                 logger.exception("the listener of the side stream failed")

@@ -223,10 +223,9 @@ async def _prepare_copy(
 ) -> PreparedRequest | None:
     """Returns the request for the route's shadow, whose text side may read it in another way. None:
     there is no shadow, or it cannot read the request now; the client does not wait for it."""
-    shadow, adapter = route.shadow, route.resolution.adapter
-    if shadow is None:
+    if (shadow := route.shadow) is None:
         return None
-    if not shadow.text and (adapter is None or not adapter.text):
+    if not shadow.text and not route.brings_text:
         return prepared
     sides = state.cold_starts.text_sides
     try:

@@ -77,6 +77,12 @@ class Route:
     asleep: ServedBase | None = None
 
     @property
+    def brings_text(self) -> bool:
+        """True if the adapter may have a text side of its own."""
+        adapter = self.resolution.adapter
+        return adapter is not None and bool(adapter.text)
+
+    @property
     def arm_name(self) -> str:
         return "" if self.arm is None else self.arm.arm
 

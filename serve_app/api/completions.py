@@ -30,7 +30,7 @@ from serve_app.api.model_access import check_body, check_model, check_route, nam
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
 from serve_app.disconnects import RequestScope
-from serve_app.dispatch.base_handle import Route
+from serve_app.dispatch.base_handle import BaseHandle, Route
 from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
 from serve_app.errors import ApiError, ClientGoneError, to_api_error
 from serve_app.http.asgi import SseResponse, error_response, read_body
@@ -106,7 +106,7 @@ async def complete(
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
             record.resolution, record.arm = route.resolution, route.arm_name
-            _queue_of(state, route).check(_routing_request(state, route, client, ()))
+            _queue_of(state, route.handle).check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
             copied = await _prepare_copy(state, route, client, raw, prepared)
             del raw  # a thousand requests may wait for an engine
@@ -144,7 +144,8 @@ async def _begin(
     """Waits until the limits of the client's key and the queue of the base let the request pass.
     Returns its completion. `scope` releases all that the request then holds. Raises
     RequestQuarantinedError."""
-    queue, gateway = _queue_of(state, route), state.gateway
+    handle, gateway = route.handle, state.gateway
+    queue = _queue_of(state, handle)
     max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
     account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
     if account is not None:
@@ -153,22 +154,22 @@ async def _begin(
     scope.callback(queue.close, queued)
     record.queue_s = queued.waited_s
     record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
-    record.call = route.handle.app_name, prepared.routing.call_id
+    record.call = handle.app_name, prepared.routing.call_id
+    builder = prepared.response_builder()
+    generation = prepared.generation(gateway.migrations)
     on_first_token: OnFirstToken | None = None
     if (shadow := route.shadow) is not None and copied is not None:
 
         def on_first_token(load: EngineLoad | None) -> None:
             # A copy never waits in the queue: while other requests do, none is made.
-            state.shadows.offer(copied, shadow, None if queue.num_waiting else load)
+            is_queueing = queue.num_waiting > 0
+            state.shadows.offer(copied, shadow, None if is_queueing else load)
 
+    on_tokens = partial(queue.set_generated, queued)
+    render = partial(state.texts.logprobs, description=handle.description)
+    arm_request = None if route.arm is None else gateway.arms.begin(route.arm)
     completion = Completion(
-        prepared.generation(gateway.migrations),
-        prepared.response_builder(),
-        None if route.arm is None else gateway.arms.begin(route.arm),
-        on_first_token,
-        partial(queue.set_generated, queued),
-        partial(state.texts.logprobs, description=route.handle.description),
-        record,
+        generation, builder, arm_request, on_first_token, on_tokens, render, record
     )
     scope.callback(completion.close)
     if account is not None:
@@ -177,8 +178,7 @@ async def _begin(
     return completion
 
 
-def _queue_of(state: IngressState, route: Route) -> AdmissionQueue:
-    base = route.handle
+def _queue_of(state: IngressState, base: BaseHandle) -> AdmissionQueue:
     return state.queues.of(base.app_name, base.base.name, base.max_waiting)
 
 

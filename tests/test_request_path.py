@@ -97,5 +97,5 @@ async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counte
     refusal = AdapterUnsupportedError("layer 3 holds NaN")
     with pytest.raises(AdapterUnsupportedError):
         state.on_failure(refusal, attempt, is_on_trial=False)
-    assert migrations.metrics._moves == {("base", "death", "failed"): 1}
+    assert migrations.metrics.moves == {("base", "death", "failed"): 1}
     assert not migrations.metrics.lost

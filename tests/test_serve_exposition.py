@@ -133,7 +133,7 @@ def every_text() -> Iterator[bytes]:
     decisions.reasons["load"] += 1
     yield decisions_text([("base", decisions)], "i0")
     migrations = MigrationMetrics("i0")
-    migrations.moved("base", "death", is_ok=True)
+    migrations.moves["base", "death", "ok"] += 1
     migrations.lost["base"] += 1
     migrations.quarantined["base"] += 1
     migrations.gap("base", 0.5)

@@ -258,21 +258,17 @@ class Gateway:
     async def _follow(self) -> None:
         while True:
             try:
-                await self._follow_once()
+                view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
+                if view is not None:  # of another revision
+                    # If it fails, the same view is fetched again.
+                    await self.stream.listen(
+                        "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+                    )
+                    self._revision = view.revision  # even if the view cannot be applied
+                    self._apply(view)
             except Exception as error:  # no answer, or of this view: the ingress follows the next
                 _log_failure("could not follow the manager", error)
                 await asyncio.sleep(_RETRY_S)
-
-    async def _follow_once(self) -> None:
-        """Waits for a view of another revision and applies it."""
-        view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
-        if view is None:
-            return
-        await self.stream.listen(  # if it fails, the same view is fetched again
-            "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        )
-        self._revision = view.revision  # even if the view cannot be applied
-        self._apply(view)
 
     async def _report(self, counts: CountsReporter) -> None:
         for number in count():

@@ -125,7 +125,8 @@ class MigrationState:
         """Counts the end of the current migration; returns False if there was none."""
         reason, self._reason = self._reason, None
         if reason is not None:
-            self._migrations.metrics.moved(self._model_name, reason, is_ok=is_ok)
+            result = "ok" if is_ok else "failed"
+            self._migrations.metrics.moves[self._model_name, reason, result] += 1
         return reason is not None
 
     def _end(self, error: Exception) -> None:

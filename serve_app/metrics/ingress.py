@@ -98,13 +98,10 @@ class MigrationMetrics:
 
     def __init__(self, ingress: str) -> None:
         self._own = {"ingress": ingress}
-        self._moves: Counter[tuple[str, str, str]] = Counter()  # model, reason, result
+        self.moves: Counter[tuple[str, str, str]] = Counter()  # model, reason, result
         self.lost: Counter[str] = Counter()  # requests that failed because their engine is gone
         self.quarantined: Counter[str] = Counter()
         self._gaps: dict[str, Histogram] = {}
-
-    def moved(self, model: str, reason: Reason, *, is_ok: bool) -> None:
-        self._moves[model, reason, "ok" if is_ok else "failed"] += 1
 
     def gap(self, model: str, seconds: float) -> None:
         """Observes the time of a choice that had output: from its last token on an engine to its
@@ -114,7 +111,7 @@ class MigrationMetrics:
     def text(self) -> bytes:
         own, model = self._own, "model_name"
         return as_text(
-            counter("loraplex_requests_migrated", self._moves, own, model, "reason", "result"),
+            counter("loraplex_requests_migrated", self.moves, own, model, "reason", "result"),
             counter("loraplex_requests_lost", self.lost, own, model),
             counter("loraplex_requests_quarantined", self.quarantined, own, model),
             histogram("loraplex_migration_gap_seconds", self._gaps, own, model),

@@ -85,7 +85,7 @@ async def _ingress() -> bytes:
     queue.of_base("m").sheds["full"] += 1
     queue.count_tokens("t", 1)
     migration = MigrationMetrics("i")
-    migration.moved("m", "death", is_ok=True)
+    migration.moves["m", "death", "ok"] += 1
     migration.gap("m", 0.1)
     migration.lost["m"] += 1
     migration.quarantined["m"] += 1

@@ -106,7 +106,7 @@ class _Response:
 
 @dataclass
 class Router:
-    """Implements `migrations.RouterView`."""
+    """Acts as the functions of `routing.state` that migrations use."""
 
     placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
     deprioritised: set[str] = field(default_factory=set)
@@ -220,6 +220,14 @@ def made_base(
     )
 
 
+def made_migrations(
+    server: StreamServer, router: Router | None = None, *seconds: float
+) -> Migrations:
+    """`seconds`: until an engine counts as silent, and until it is deprioritised."""
+    router = router or Router()
+    return Migrations(server, router.placed_at, router.deprioritise, "i0", *seconds)
+
+
 def made_attempt(engine_id: str | None) -> Attempt:
     """Returns an attempt at this engine that has no token and no call behind it."""
     stream = SimpleNamespace(engine_id=engine_id, has_output=False)
@@ -238,7 +246,8 @@ async def running_fleet(
     server = StreamServer(listener)
     await server.listen("127.0.0.1")
     router = Router()
-    fleet = Fleet(server, router, Migrations(server, router, "i0", silence_s, shun_s), rate)
+    migrations = made_migrations(server, router, silence_s, shun_s)
+    fleet = Fleet(server, router, migrations, rate)
     for _ in range(count):
         fleet.add()
     try:

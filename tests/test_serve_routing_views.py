@@ -105,7 +105,7 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
 async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> None:
     server = StreamServer(ViewFeed())
     await server.listen("127.0.0.1")
-    migrations = Migrations(server, routing, "i0", 10.0, 0.05)
+    migrations = Migrations(server, routing.placed_at, routing.deprioritise, "i0", 10.0, 0.05)
     state = routing.routing_state("app of an engine that was silent")
     state.views.set_limits(LIMITS)
     state.set_replicas(["silent"])

@@ -52,10 +52,15 @@ class TextSides:
     async def with_text(self, route: Route) -> Route:
         """Returns the route with the text side of its adapter. `route`: as the gateway returned it.
         Raises AdapterUnsupportedError, ServiceUnavailableError or a RegistryError."""
-        adapter = route.resolution.adapter
-        if adapter is None or not adapter.text:
+        if (adapter := route.resolution.adapter) is None:
             return route
-        return replace(route, handle=await self._of(route.handle, adapter))
+        while (found := self.find(route.handle, adapter)) is None:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await asyncio.shield(self.begin(route.handle, adapter))
+            except TimeoutError:
+                raise _unavailable(adapter, f"did not arrive within {_TIMEOUT_S:g} s") from None
+        return replace(route, handle=found)
 
     def find(self, base: BaseHandle, adapter: AdapterVersion) -> BaseHandle | None:
         """Returns the base's handle with the adapter's text side, or None while that is not here.
@@ -82,15 +87,6 @@ class TextSides:
             self._opening[version] = task
             task.add_done_callback(lambda done: self._forget(version, done))
         return task
-
-    async def _of(self, base: BaseHandle, adapter: AdapterVersion) -> BaseHandle:
-        while (found := self.find(base, adapter)) is None:
-            try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await asyncio.shield(self.begin(base, adapter))
-            except TimeoutError:
-                raise _unavailable(adapter, f"did not arrive within {_TIMEOUT_S:g} s") from None
-        return found
 
     def _forget(self, version: Version, task: asyncio.Task[None]) -> None:
         del self._opening[version]

@@ -107,7 +107,6 @@ async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
         base.deployed_s,
         defaults,
         base.model.max_queued_requests,
-        base.model.migration,
     )
 
 

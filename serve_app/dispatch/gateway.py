@@ -74,7 +74,9 @@ class Gateway:
             fairness, ingress_id, is_proven=is_proven, has_keys=has_keys
         )
         self.stream = StreamServer(routing.ViewFeed(queues.wake))
-        self.migrations = Migrations(self.stream, routing, ingress_id)
+        self.migrations = Migrations(
+            self.stream, routing.placed_at, routing.deprioritise, ingress_id
+        )
         self.connections = EngineConnections(
             self.stream, queues.placed, self.migrations.replicas_changed
         )
@@ -321,13 +323,15 @@ class Gateway:
         for digest, base in running.items():
             known = self._handles.get(digest) or self._resting.pop(digest, None)
             if known is not None and known.serves(base):
-                self._admit(replace(known, migration=base.model.migration))
+                self._admit(known)
             elif (key := (base.app_name, base.deployed_s)) not in self._opening:
                 self._opening[key] = spawn(self._open(base), "open-base")
         self._signal_change()
 
     def _admit(self, handle: BaseHandle) -> None:
-        """Sends requests to this handle from now on."""
+        """Sends requests to this handle from now on, with the migration settings of the view."""
+        if (base := self.served(handle.base.digest)) is not None:
+            handle = replace(handle, migration=base.model.migration)
         self._handles[handle.base.digest] = handle
         limits = handle.description.limits
         self.connections.add_base(handle.app_name, handle.base.name, handle.handle, limits)

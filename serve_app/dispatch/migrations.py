@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
@@ -37,18 +36,6 @@ class ReplicaLeavesError(Exception):
 
 class SilentEngineError(EngineGoneError):
     """The engine is connected, but no frame comes from it or its step does not end."""
-
-
-class RouterView(Protocol):
-    """The part of the router that migrations use."""
-
-    def placed_at(self, app_name: str, call_id: str) -> str | None:
-        """Returns the replica that a call was sent to, while the router remembers it."""
-        ...
-
-    def deprioritise(self, engine_id: str) -> None:
-        """Makes the engine the last choice until a frame comes from it."""
-        ...
 
 
 class SuspectQueue:
@@ -104,16 +91,18 @@ class Migrations:
     def __init__(
         self,
         server: StreamServer,
-        router: RouterView,
+        placed_at: Callable[[str, str], str | None],
+        deprioritise: Callable[[str], None],
         ingress: str,
         silence_s: float = SILENCE_S,
         shun_s: float = DEPRIORITISE_S,
     ) -> None:
+        """`placed_at` and `deprioritise`: see `routing.state`."""
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
         self.has_silent_engine = False  # an engine is connected, but silent for `silence_s`
         self.server = server
-        self._router = router
+        self._placed_at, self._deprioritise = placed_at, deprioritise
         self._silence_s, self._shun_s = silence_s, shun_s
         self._attempts: dict[str, set[Attempt]] = {}  # live, by application
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
@@ -142,7 +131,7 @@ class Migrations:
 
     def engine_of(self, attempt: Attempt) -> str | None:
         """Returns the engine replica of this attempt; None while it is unknown."""
-        return attempt.stream.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
+        return attempt.stream.engine_id or self._placed_at(attempt.app_name, attempt.call_id)
 
     def arrival(self, app_name: str) -> asyncio.Future[None]:
         """Returns a future that is done when Serve's router gets a new replica."""
@@ -208,7 +197,7 @@ class Migrations:
         self.has_silent_engine = any(each_s > self._silence_s for each_s in silence_s.values())
         for engine_id, each_s in silence_s.items():
             if each_s > self._shun_s:
-                self._router.deprioritise(engine_id)
+                self._deprioritise(engine_id)
         for app_name, attempts in tuple(self._attempts.items()):
             self._leave_gone_replicas(app_name)
             for attempt in tuple(attempts):

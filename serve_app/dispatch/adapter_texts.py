@@ -52,7 +52,8 @@ class TextSides:
     async def with_text(self, route: Route) -> Route:
         """Returns the route with the text side of its adapter. `route`: as the gateway returned it.
         Raises AdapterUnsupportedError, ServiceUnavailableError or a RegistryError."""
-        if (adapter := route.resolution.adapter) is None:
+        adapter = route.resolution.adapter
+        if adapter is None or not adapter.text:
             return route
         while (found := self.find(route.handle, adapter)) is None:
             try:

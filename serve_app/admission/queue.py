@@ -221,21 +221,21 @@ class AdmissionQueues:
         self.stats = QueueStats(ingress_id, settings.weights)
         self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
         self._settings = settings
+        self.app_names: Collection[str] = ()  # applications that can be called now
         self._queues: dict[str, AdmissionQueue] = {}  # by application
 
     def of(self, app_name: str, base: str, max_waiting: int) -> AdmissionQueue:
-        """Returns the queue of an application of `base`, which the first request creates."""
+        """Returns the queue of an application of `base`, which the first request creates. Then the
+        idle queues of applications that can no longer be called are forgotten."""
         queue = self._queues.get(app_name)
         if queue is None:
+            running = self.app_names
+            for name in [n for n, q in self._queues.items() if n not in running and q.is_idle]:
+                del self._queues[name]
             views = routing_state(app_name).views
             queue = AdmissionQueue(self._settings, max_waiting, views, self.stats, base)
             self._queues[app_name] = queue
         return queue
-
-    def retain(self, app_names: Collection[str]) -> None:
-        """Forgets the idle queues of all other applications: they can no longer be called."""
-        for name in [n for n, q in self._queues.items() if n not in app_names and q.is_idle]:
-            del self._queues[name]
 
     def backlog(self, app_name: str) -> Backlog:
         """Returns the requests that wait here for the engines of an application, or are refused."""

@@ -338,7 +338,7 @@ class Gateway:
         self._once_ready.add(handle.base.digest)
 
     def _signal_change(self) -> None:
-        self.queues.retain({handle.app_name for handle in self.handles})
+        self.queues.app_names = {handle.app_name for handle in self.handles}
         self._changed.set()
         self._changed = asyncio.Event()
 

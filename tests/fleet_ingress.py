@@ -29,7 +29,7 @@ from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.warm_ups import WarmUps
-from serve_app.messages import BaseDescription
+from serve_app.messages import Backlog, BaseDescription
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
 from serve_app.routing import state as routing
@@ -175,7 +175,7 @@ class FleetIngress:
             "suspects on their turn": sum(
                 bool(one._turns) for one in gateway.migrations._suspects.values()
             ),
-            "visits": sum(one.num_open for one in gateway.activity.report()),
+            "visits": sum(one.num_open for one in gateway.activity.report(lambda _: Backlog())),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
             "charges": sum(not one.is_idle for one in self.accounts.limits._leases.values()),

@@ -85,7 +85,7 @@ class Completion:
         self._on_first_token = on_first_token
         self._on_tokens = on_tokens
         self._render = render
-        self._record = record
+        self._record = record or RequestRecord("", 0.0)  # of a copy: nothing reads it
         self._has_left = False
         self.has_failed = False  # by an error that the client receives
         self.has_begun = False  # a part of the stream was made for the client
@@ -143,8 +143,7 @@ class Completion:
         if self._arm_request is not None:
             self._record_warmth(self._arm_request)
             self._arm_request.left(self._builder.num_tokens)  # unless it ended otherwise
-        if self._record is not None:
-            self._fill_in(self._record)
+        self._fill_in(self._record)
         self._generation.close()
 
     async def _feed(self) -> list[bytes]:
@@ -173,8 +172,7 @@ class Completion:
 
     def _note_failure(self, error: BaseException) -> None:
         self.has_failed = not self._has_left
-        if self._record is not None:
-            self._record.error = self._record.error or error
+        self._record.error = self._record.error or error
 
     async def _rendered(self, results: Sequence[FeedResult]) -> list[bytes]:
         renderer = self._renderer()
@@ -189,8 +187,7 @@ class Completion:
 
     def _note_first_token(self) -> None:
         self.first_token_s = time.time()
-        if self._record is not None:
-            self._record.note_first_token(self.first_token_s)
+        self._record.note_first_token(self.first_token_s)
         if self._arm_request is not None:
             self._record_warmth(self._arm_request)
             self._arm_request.first_token()

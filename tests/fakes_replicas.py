@@ -30,6 +30,7 @@ from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import EngineListener, StreamServer
 from serve_app.text.base_text import BaseText
 from tests.fakes_engine import PacedEngine
+from tests.routing_factory import EngineEvents
 
 APP = "base-app"
 
@@ -243,7 +244,7 @@ async def running_fleet(
     shun_s: float = 3.0,
     listener: EngineListener | None = None,
 ) -> AsyncIterator[Fleet]:
-    server = StreamServer(listener)
+    server = StreamServer(listener or EngineEvents())
     await server.listen("127.0.0.1")
     router = Router()
     migrations = made_migrations(server, router, silence_s, shun_s)

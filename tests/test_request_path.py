@@ -23,6 +23,7 @@ from serve_app.stream.server import StreamServer
 from tests.fakes_replicas import made_attempt, made_base, made_migrations
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
+from tests.routing_factory import EngineEvents
 
 # Few that together meet every fault.
 SEEDS = (5, 1, 11, 13, 21, 34)
@@ -88,7 +89,7 @@ async def test_what_a_request_holds_is_released_once_and_the_newest_first() -> N
 
 
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     migrations = made_migrations(server)
     state = MigrationState(migrations, made_base(MigrationArgs()), is_copy=False)
     attempt = made_attempt("e0")

@@ -50,6 +50,7 @@ from tests.fakes_replicas import (
     running_fleet,
     tokens,
 )
+from tests.routing_factory import EngineEvents
 from tests.text_factory import base_text
 from tests.waiting import until
 
@@ -489,7 +490,7 @@ class _CancelledResponse:
 
 
 async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> None:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     request = make_request(PROMPT)
     routing = make_routing_request([request], (), PacedEngine().model_limits)

@@ -26,6 +26,7 @@ from tests.fakes_replicas import (
     running_fleet,
     tokens,
 )
+from tests.routing_factory import EngineEvents
 from tests.waiting import until
 
 PROMPT = (11, 12, 13, 14)
@@ -95,7 +96,7 @@ def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(now_s=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
     monkeypatch.setattr(migration_state, "time", times)
-    server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
+    server, args = StreamServer(EngineEvents()), MigrationArgs(limit=3, timeout_s=3.0)
     migrating = MigrationState(made_migrations(server), made_base(args), is_copy=False)
     attempt = made_attempt(None)
     dead = EngineGoneError("it died", "e0", was_dead=True)

@@ -33,7 +33,7 @@ from serve_app.routing.state import (
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
 from serve_app.stream.client import IngressLinks
 from serve_app.stream.server import StreamServer
-from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
+from tests.routing_factory import IDLE, LIMITS, EngineEvents, make_ask, make_load, make_view
 from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
 
@@ -190,7 +190,7 @@ async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_pl
     placed: list[tuple[str, str]] = []
     changes: list[frozenset[str]] = []
     connections = EngineConnections(
-        StreamServer(),
+        StreamServer(EngineEvents()),
         lambda app, call: placed.append((app, call)),
         lambda _, replica_ids: changes.append(replica_ids),
     )
@@ -364,7 +364,7 @@ async def test_calls_queued_when_a_base_was_removed_are_still_reported_as_placed
     changes: list[frozenset[str]] = []
     handle: Any = SimpleNamespace()
     connections = EngineConnections(
-        StreamServer(),
+        StreamServer(EngineEvents()),
         lambda app, call_id: placed.append((app, call_id)),
         lambda _, replica_ids: changes.append(replica_ids),
     )

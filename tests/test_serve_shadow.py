@@ -24,6 +24,7 @@ from tests.fakes_replicas import (
     make_request,
     running_fleet,
 )
+from tests.routing_factory import EngineEvents
 from tests.text_factory import byte_level_tokenizer
 from tests.waiting import until
 
@@ -58,7 +59,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     limit: int, load: EngineLoad | None, prepared: PreparedRequest
 ) -> None:
     arms = ArmStats()
-    shadows = Shadows(made_migrations(StreamServer()), arms, limit)
+    shadows = Shadows(made_migrations(StreamServer(EngineEvents())), arms, limit)
     shadows.offer(prepared, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
     assert arms.counts() == ()

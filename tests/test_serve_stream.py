@@ -265,7 +265,7 @@ async def attended(rig: Rig) -> list[Step]:
 
 async def test_an_ingress_that_asked_is_told_of_every_step_and_of_the_end() -> None:
     async with running_rig() as rig:
-        other = StreamServer()
+        other = StreamServer(EngineEvents())
         await other.listen("127.0.0.1")
         stream = other.open(["r"])
         frames, lost = await attended(rig), rig.events.lost
@@ -330,7 +330,7 @@ async def test_a_request_taken_and_not_begun_fails_when_its_engine_is_lost() -> 
 async def test_ingresses_that_come_and_go_leave_nothing_behind() -> None:
     async with running_rig() as rig:
         for _ in range(20):
-            server = StreamServer()
+            server = StreamServer(EngineEvents())
             await server.listen("127.0.0.1")
             await rig.host.attend(server.address)
             await until(lambda server=server: server.engines == {"e0"})  # type: ignore[misc]
@@ -422,12 +422,12 @@ async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine
 async def test_what_leaves_this_machine_is_encrypted_and_the_rest_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     assert server.address.certificate == ""
     server.close()
     monkeypatch.setattr("serve_app.stream.server.is_loopback", lambda host: False)
-    other = StreamServer()
+    other = StreamServer(EngineEvents())
     await other.listen("127.0.0.1")
     assert "BEGIN CERTIFICATE" in other.address.certificate
     other.close()
@@ -570,7 +570,7 @@ class StuckTransport(asyncio.Transport):
 
 
 async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     links = IngressLinks("e0", lambda *_: None, lambda _: None)
     snapshot = links.snapshot
@@ -786,7 +786,7 @@ async def test_an_ingress_that_never_reads_loses_its_own_streams_and_no_others(
 ) -> None:
     monkeypatch.setattr("serve_app.stream.client.MAX_WAITING_BYTES", 4000)
     async with running_rig() as rig:
-        other = StreamServer()
+        other = StreamServer(EngineEvents())
         await other.listen("127.0.0.1")
         stuck, reading = rig.server.open(["stuck"]), other.open(["reading"])
         call = rig.submit(new_request("stuck", max_tokens=100_000))

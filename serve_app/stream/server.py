@@ -61,7 +61,7 @@ class EngineListener(Protocol):
 class StreamServer:
     """The server of an ingress process. All methods run in the same event loop."""
 
-    def __init__(self, listener: EngineListener | None = None) -> None:
+    def __init__(self, listener: EngineListener) -> None:
         self.loads: dict[str, EngineLoad] = {}  # by engine id, of the engines connected now
         self._listener = listener
         self._token = secrets.token_urlsafe(32)
@@ -151,11 +151,10 @@ class StreamServer:
             stream = streams.get(output.request_id)
             if stream is not None and stream._is_of(connection):
                 stream._push(output, connection)
-        if self._listener is not None:
-            try:
-                self._listener.frame_received(connection.engine_id, step)
-            except Exception:  # a listener's failure must not end the connection
-                logger.exception("the listener of the side stream failed")
+        try:
+            self._listener.frame_received(connection.engine_id, step)
+        except Exception:  # a listener's failure must not end the connection
+            logger.exception("the listener of the side stream failed")
 
     def silence_s(self, engine_id: str) -> float | None:
         """Returns the seconds since the last bytes from this engine, plus the delay of an overdue
@@ -182,8 +181,7 @@ class StreamServer:
                 del self._lost_s[oldest]
                 self._keys.pop(oldest, None)
             self.loads.pop(connection.engine_id, None)
-            if self._listener is not None:
-                self._listener.engine_lost(connection.engine_id)
+            self._listener.engine_lost(connection.engine_id)
         for stream in set(self._streams.values()):
             if stream._connection is connection:
                 stream.fail(EngineDeadError("the connection to the engine was lost"))
@@ -236,8 +234,7 @@ class TokenStream:
         """Ends a choice whose text reached a stop string after so many output tokens."""
         if self._connection is not None:
             self._connection.send_abort(Abort(request_id, choice, "stop"))
-            if self._server._listener is not None:
-                self._server._listener.choice_stopped(self._connection.engine_id, num_tokens)
+            self._server._listener.choice_stopped(self._connection.engine_id, num_tokens)
 
     def fail(self, failure: BaseException) -> None:
         """Ends the stream after the outputs that have arrived. The first failure counts."""

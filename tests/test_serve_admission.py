@@ -45,6 +45,12 @@ def running(number: int, *, waiting: int = 0, queued: int = 0) -> EngineLoad:
     )
 
 
+async def stay() -> Message:
+    """Acts as the `receive` of a client that never leaves."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 @dataclass(slots=True)
 class World:
     """One replica, whose frames are sent by the test, and the queue in front of it."""
@@ -79,7 +85,7 @@ class World:
     ) -> asyncio.Task[QueuedRequest]:
         request = make_request(tenant, priority, num_tokens)
         self.requests.append(request)
-        return asyncio.create_task(self.queue.add_request(request, 16))
+        return asyncio.create_task(self.queue.add_request(request, 16, stay))
 
     async def let_one_go(self) -> None:
         """Frees a row, which is occupied again before the next frame."""

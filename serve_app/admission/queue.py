@@ -84,7 +84,7 @@ class AdmissionQueue:
             raise self._overloaded(refused) from None
 
     async def add_request(
-        self, request: RoutingRequest, max_tokens: int, receive: Receive | None = None
+        self, request: RoutingRequest, max_tokens: int, receive: Receive
     ) -> QueuedRequest:
         """Returns when the request may be sent to an engine; `close` it when its response has
         ended. `max_tokens`: of all choices; `receive`: the client's, to notice that it leaves; the
@@ -126,7 +126,7 @@ class AdmissionQueue:
         if self._soon is None and len(self._controller):
             self._soon = asyncio.get_running_loop().call_soon(self._send_waiting)
 
-    async def _wait(self, queued: QueuedRequest, receive: Receive | None) -> None:
+    async def _wait(self, queued: QueuedRequest, receive: Receive) -> None:
         loop = asyncio.get_running_loop()
         turn = self._turns[queued] = loop.create_future()
         self._base_stats.num_waiting += 1
@@ -140,8 +140,7 @@ class AdmissionQueue:
         with RequestScope() as scope:
             timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
             scope.callback(timer.cancel)
-            if receive is not None:
-                scope.watch_client(receive, leave)
+            scope.watch_client(receive, leave)
             try:
                 await turn
             except BaseException:

@@ -44,7 +44,6 @@ class AdmissionQueue:
         base: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`views`: of the base's engine replicas."""
         self._max_engine_queue_s = settings.max_engine_queue_s
         self._views = views
         self._stats, self._base_stats = stats, stats.of_base(base)
@@ -72,7 +71,6 @@ class AdmissionQueue:
         return not self._controller.num_open
 
     def expected_output(self, num_sequences: int, max_tokens: int) -> int:
-        """See `AdmissionController.expected_output`."""
         return self._controller.expected_output(num_sequences, max_tokens)
 
     def check(self, request: RoutingRequest) -> None:

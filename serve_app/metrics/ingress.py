@@ -51,8 +51,6 @@ class IngressMetrics:
 
 @dataclass(slots=True)
 class BaseQueueStats:
-    """The counts of a base's queue."""
-
     num_waiting: int = 0
     waits: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     sheds: Counter[str] = field(default_factory=Counter)  # by reason

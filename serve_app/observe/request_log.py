@@ -67,7 +67,6 @@ class RequestLog:
             self._num_dropped += 1
 
     def text(self) -> bytes:
-        """Returns the metrics of the log."""
         num_lost = self._num_dropped + getattr(self._handler, "num_failed", 0)
         return as_text(counter("loraplex_request_log_dropped", num_lost, self._own))
 

@@ -30,8 +30,6 @@ L = TypeVar("L", bound=str | tuple[str, ...])
 
 @dataclass(slots=True)
 class RequestCounts:
-    """The counts of finished requests."""
-
     outcomes: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -95,7 +93,6 @@ class RequestMetrics:
         self.bases: dict[str, RequestCounts] = {}  # by name, for the console's charts
 
     def observe(self, record: RequestRecord) -> None:
-        """Counts a request that has ended."""
         if (resolution := record.resolution) is not None:
             base, name = resolution.base.name, resolution.adapter and resolution.adapter.name
             _add(self.bases.setdefault(base, RequestCounts()), record)

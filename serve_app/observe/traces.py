@@ -61,7 +61,6 @@ class Tracer:
         return cls(BatchSpanProcessor(exporter), args.sample_ratio)
 
     def trace(self, record: RequestRecord) -> None:
-        """Makes the spans of a request that has ended."""
         operation = _OPERATIONS.get(record.path, "generate")
         name = f"{operation} {_model(record)}".rstrip()
         span = self._tracer.start_span(

@@ -193,7 +193,6 @@ class ViewFeed:
         self._views_changed()
 
     def choice_stopped(self, engine_id: str, num_tokens: int) -> None:
-        """Counts a choice that ended at a stop string, which no frame reports."""
         view = connected.get(engine_id)
         if view is not None:
             view.record_length(num_tokens)

@@ -69,7 +69,7 @@ class IngressLink(asyncio.Protocol):
         self._waiting_bytes = 0
         self._accepted: list[Accepted] = []  # no step's load counts them yet
         self._counted: list[Accepted] = []  # for the next frame
-        # As `EngineSnapshot.changes`, since the last frame; None: the next frame has all.
+        # Prefixes cached (True) or evicted since the last frame; None: the next frame has all.
         self._changes: dict[int, bool] | None = None
         self._sent_adapters: tuple[Digests, Digests] | None = None
         self._sent_disk: Digests | None = None
@@ -113,8 +113,11 @@ class IngressLink(asyncio.Protocol):
                 self._write_frame(outputs)
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 self._cut()
-        else:
-            self._write(self._snapshot.shared_frame(self._same))
+        elif self._transport is not None and self.is_open:
+            snapshot = self._snapshot
+            frame = snapshot.shared_frame(self._same)
+            self._sent_adapters, self._sent_disk = snapshot.adapters, snapshot.on_disk
+            self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -164,7 +167,8 @@ class IngressLink(asyncio.Protocol):
         """Adds the step's changes of the prefix cache to the unsent changes."""
         if self._changes is None:
             return
-        self._changes |= self._snapshot.changes
+        self._changes.update(dict.fromkeys(self._snapshot.cached, True))
+        self._changes.update(dict.fromkeys(self._snapshot.evicted, False))
         if len(self._changes) > len(self._snapshot.prefixes) + MIN_MERGED:
             self._changes = None  # sending all is shorter by now
 
@@ -208,7 +212,12 @@ class IngressLink(asyncio.Protocol):
         return self._sent_adapters is snapshot.adapters, self._sent_disk is snapshot.on_disk
 
     def _frame(self, outputs: Sequence[Output]) -> bytes:
-        return self._snapshot.frame_for(outputs, self._counted, self._changes, self._same)
+        snapshot, changes, counted, same = self._snapshot, self._changes, self._counted, self._same
+        if changes is None:
+            return snapshot.frame_for(outputs, counted, tuple(snapshot.prefixes), (), True, same)
+        cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
+        evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
+        return snapshot.frame_for(outputs, counted, cached, evicted, False, same)
 
     def _write(self, frame: bytes) -> None:
         """Sends a frame that brings the ingress up to date."""

@@ -30,8 +30,8 @@ class EngineSnapshot:
         self.load_s = LoadSeconds()
         self.stall = 0.0  # see `Step.stall`
         self.prefixes: set[int] = set()
-        # Prefix digests that the newest step cached (True) or evicted.
-        self.changes: dict[int, bool] = {}
+        self.cached: tuple[int, ...] = ()  # in the newest step
+        self.evicted: tuple[int, ...] = ()
         self._bare_load = EngineLoad()
         self._frames: dict[Same, bytes] = {}
 
@@ -41,11 +41,11 @@ class EngineSnapshot:
         adapters = (load.adapters_on_device, load.adapters_on_host)
         if adapters != self.adapters:
             self.adapters = adapters
-        self.prefixes.update(step.cached_prefixes)
-        self.prefixes.difference_update(step.evicted_prefixes)
-        self.changes = dict.fromkeys(step.cached_prefixes, True)
-        self.changes |= dict.fromkeys(step.evicted_prefixes, False)
-        self.load_s = self.load_s._replace(host=load.adapter_copy_s)
+        self.cached, self.evicted = step.cached_prefixes, step.evicted_prefixes
+        self.prefixes.update(self.cached)
+        self.prefixes.difference_update(self.evicted)
+        if load.adapter_copy_s != self.load_s.host:
+            self.load_s = LoadSeconds(load.adapter_copy_s, *self.load_s[1:])
         self._bare_load = replace(load, adapters_on_device=(), adapters_on_host=())
         self._frames.clear()
 
@@ -59,28 +59,30 @@ class EngineSnapshot:
         """Returns the frame for links without outputs that received the last frame."""
         frame = self._frames.get(same)
         if frame is None:
-            frame = self._frames[same] = self.frame_for((), (), self.changes, same)
+            frame = self.frame_for((), (), self.cached, self.evicted, False, same)
+            self._frames[same] = frame
         return frame
 
     def frame_for(
         self,
         outputs: Sequence[Output],
         accepted: Sequence[Accepted],
-        changes: dict[int, bool] | None,
+        cached: tuple[int, ...],
+        evicted: tuple[int, ...],
+        is_whole: bool,
         same: Same,
     ) -> bytes:
-        """Returns the frame for a single link. `changes`: since the link's last frame; None: the
-        frame has all prefixes."""
-        known = dict.fromkeys(self.prefixes, True) if changes is None else changes
+        """Returns the frame for a single link. `cached`, `evicted`: prefix digests since the link's
+        last frame; `is_whole`: `cached` has all of them."""
         same_adapters, same_disk = same
         step = Step(
             cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as its content
             self._bare_load if same_adapters else self.load,
             same_adapters,
             tuple(accepted),
-            tuple(digest for digest, is_cached in known.items() if is_cached),
-            tuple(digest for digest, is_cached in known.items() if not is_cached),
-            changes is None,
+            cached,
+            evicted,
+            is_whole,
             None if same_disk else self.on_disk,
             self.load_s,
             self.stall,

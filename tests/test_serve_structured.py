@@ -460,7 +460,7 @@ async def test_checks_name_the_field_and_are_remembered() -> None:
             assert caught.value.param == "guided_regex"
             assert caught.value.message.startswith("guided_regex: ")
     finally:
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def test_a_grammar_in_gbnf_reaches_the_engine_in_lark() -> None:
@@ -483,7 +483,7 @@ async def test_a_grammar_in_gbnf_reaches_the_engine_in_lark() -> None:
                     await checks.check(Grammar("gbnf", source), "guided_grammar")
                 assert caught.value.param == "guided_grammar"
     finally:
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -532,7 +532,7 @@ async def test_the_event_loop_runs_on_while_grammars_are_checked() -> None:
         assert turns > before + 1
     finally:
         turning.cancel()
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def test_generated_schemas_reach_the_engine_unchanged() -> None:

@@ -51,9 +51,6 @@ class GrammarChecks:
             raise InvalidRequestError(f"{field}: {reason}", field)
         return grammar
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     async def _run(self, grammar: Grammar) -> Grammar | str:
         if self._num_waiting >= _MAX_WAITING:
             raise OverloadedError("Too many grammars wait to be checked.", 1)

@@ -111,14 +111,9 @@ class Migrations:
         self._suspects: dict[str, SuspectQueue] = {}  # by application
         # Engine id -> when it died, the attempts there without a token; the newest deaths.
         self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
-        self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._watch = keep(self._watch_engines, "watch-engines")
-
-    def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        keep(self._watch_engines, "watch-engines")
 
     def add(self, attempt: Attempt) -> None:
         self._attempts.setdefault(attempt.app_name, set()).add(attempt)

@@ -73,7 +73,8 @@ def own_metrics(
 ) -> bytes:
     """Returns the metrics of this ingress replica."""
     own = metrics.text(gateway.stream.num_open)
-    routed = decisions_text(gateway.connections.decisions(), metrics.ingress)
+    bases = gateway.connections.bases.values()
+    routed = decisions_text(((one.name, one.state.decisions) for one in bases), metrics.ingress)
     num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
     num_shadows = shadows.num_open, shadows.num_dropped
     arms = gateway.arms.text(metrics.ingress, num_rollbacks, *num_shadows)

@@ -44,10 +44,6 @@ class CandidateSampler:
         self._by_id = {replica.replica_id: replica for replica in replicas}
         return True
 
-    @property
-    def replica_ids(self) -> tuple[str, ...]:
-        return tuple(self._by_id)
-
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._by_id.get(replica_id)
 

@@ -5,7 +5,7 @@ not connected to dial, and reports changes of the replicas. Runs in the ingress'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
-from serve_app.routing.decisions import Decisions
 from serve_app.routing.state import RoutingState, routing_state
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import keep_polling, spawn
@@ -49,7 +48,7 @@ class EngineConnections:
         self._stream = stream
         self._call_placed = call_placed
         self._replicas_changed = replicas_changed
-        self._bases: dict[str, _Base] = {}  # by application
+        self.bases: dict[str, _Base] = {}  # by application
         self._listening: set[str] = set()  # applications that were ever added
 
     def start(self) -> None:
@@ -59,12 +58,12 @@ class EngineConnections:
         self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits
     ) -> None:
         """Connects the engines of a base. Ignores a base that is there with the same handle."""
-        known = self._bases.get(app_name)
+        known = self.bases.get(app_name)
         if known is not None and known.handle is handle:
             return
         state = routing_state(app_name)
         state.views.set_limits(limits)
-        self._bases[app_name] = _Base(name, handle, state)
+        self.bases[app_name] = _Base(name, handle, state)
         if app_name not in self._listening:
             self._listening.add(app_name)
             in_loop = asyncio.get_running_loop().call_soon_threadsafe
@@ -77,21 +76,13 @@ class EngineConnections:
     def remove_base(self, app_name: str) -> None:
         """Ends the calls to the engines of a base. Its placed calls are still reported: Serve may
         hold calls that were sent before, and places them when it has a replica again."""
-        self._bases.pop(app_name, None)
-
-    @property
-    def states(self) -> Sequence[RoutingState]:
-        return [base.state for base in self._bases.values()]
-
-    def decisions(self) -> list[tuple[str, Decisions]]:
-        """Returns the decisions about each base, with its name."""
-        return [(base.name, base.state.decisions) for base in self._bases.values()]
+        self.bases.pop(app_name, None)
 
     def poll(self) -> None:
         """Asks the engines of each base to dial if any of them is not connected and no such call
         was made recently."""
         engines, now_s = self._stream.engines, asyncio.get_running_loop().time()
-        for base in self._bases.values():
+        for base in self.bases.values():
             if all(view.replica_id in engines for view in base.state.views.replicas):
                 base.pause_s = _POLL_S
             elif now_s >= base.due_s and (base.call is None or base.call.done()):
@@ -100,7 +91,7 @@ class EngineConnections:
                 base.call = spawn(self._ask_to_dial(base), "attend-engines")
 
     def _update_replicas(self, app_name: str) -> None:
-        base = self._bases.get(app_name)
+        base = self.bases.get(app_name)
         if base is None:
             return
         base.pause_s, base.due_s = _POLL_S, 0.0

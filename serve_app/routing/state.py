@@ -163,9 +163,10 @@ def placed_at(app_name: str, call_id: str) -> str | None:
 
 
 def deprioritise(engine_id: str) -> None:
-    """Makes the engine the last resort until its next frame."""
+    """Makes the engine the last resort until its next frame. The connection lives on, so its
+    prefixes stay: the engine does not send them again."""
     if (view := connected.get(engine_id)) is not None:
-        view.deprioritise()
+        view.is_connected = False
 
 
 class ViewFeed:

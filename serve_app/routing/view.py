@@ -172,11 +172,6 @@ class ReplicaView:
             self.load_s = measured
             self.estimates.learn_load(measured)
 
-    def deprioritise(self) -> None:
-        """Keeps new requests away until the next frame. The connection lives on, so its prefixes
-        stay: the engine does not send them again."""
-        self.is_connected = False
-
     def disconnect(self) -> None:
         """Marks the end of the connection. The next connection sends all prefixes again."""
         self.is_connected = False

@@ -166,7 +166,9 @@ class NoMemoryError(Exception):
 
 
 class AdapterUnsupportedError(Exception):
-    pass
+    @classmethod
+    def of(cls, name: str, version: int, why: object) -> AdapterUnsupportedError:
+        return cls(f"The adapter {name!r} version {version} cannot be served: {why}")
 
 
 class ConflictError(Exception):

@@ -16,17 +16,21 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from engine.types import Request, SamplingParams, TokenOutput
+from registry.entities import BaseVersion
 from serve_app.config import MigrationArgs
-from serve_app.dispatch.attempt import Attempt, CallParameters
+from serve_app.dispatch.attempt import Attempt
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
-from serve_app.messages import SubmitCall
+from serve_app.messages import BaseDescription, SubmitCall
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.replica.engine_actor import EngineHost
 from serve_app.routing.request import make_routing_request
 from serve_app.stream.server import EngineListener, StreamServer
+from serve_app.text.base_text import BaseText
 from tests.fakes_engine import PacedEngine
+from tests.routing_factory import EngineEvents
 
 APP = "base-app"
 
@@ -35,7 +39,7 @@ class Replica:
     def __init__(self, engine_id: str, rate: float) -> None:
         self.engine_id = engine_id
         self.engine = PacedEngine(rate=rate)
-        self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16, 0))
+        self.host = EngineHost(self.engine, engine_id, EngineMetrics("base", engine_id, 16))
         self.is_up = True
         self.found_in: str | None = None  # the tier of adapters on their way; None: memory
         self._is_hung = False
@@ -103,7 +107,7 @@ class _Response:
 
 @dataclass
 class Router:
-    """Implements `migrations.RouterView`."""
+    """Acts as the functions of `routing.state` that migrations use."""
 
     placed: list[tuple[str, SubmitCall]] = field(default_factory=list)
     deprioritised: set[str] = field(default_factory=set)
@@ -137,8 +141,8 @@ class Fleet:
         return self
 
     @property
-    def parameters(self) -> CallParameters:
-        return parameters(self.server, self.args, self)
+    def base(self) -> BaseHandle:
+        return made_base(self.args, self)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -179,8 +183,8 @@ class Fleet:
         self.num_cancelled += task.cancelled()
 
     def generate(self, *requests: Request, session: str | None = None) -> Generation:
-        routing = make_routing_request(requests, (), self.parameters.limits, session)
-        return Generation(self.migrations, self.parameters, requests, (), routing)
+        routing = make_routing_request(requests, (), self.base.description.limits, session)
+        return Generation(self.migrations, self.base, requests, (), routing)
 
     async def _run(self, call: SubmitCall) -> None:
         if self.num_refusals:
@@ -202,10 +206,27 @@ class Fleet:
         ]
 
 
-def parameters(server: StreamServer, args: MigrationArgs, handle: object = None) -> CallParameters:
-    deployment = cast(DeploymentHandle[object], handle)
-    limits = PacedEngine().model_limits
-    return CallParameters(server, deployment, limits, APP, "base", args)
+def made_base(
+    args: MigrationArgs, handle: object = None, text: BaseText | None = None
+) -> BaseHandle:
+    """`text` may be left out where no text is read."""
+    return BaseHandle(
+        BaseVersion("base", 1, "b" * 64, ""),
+        APP,
+        cast(DeploymentHandle[object], handle),
+        BaseDescription({}, PacedEngine().model_limits),
+        cast(BaseText, text),
+        0.0,
+        migration=args,
+    )
+
+
+def made_migrations(
+    server: StreamServer, router: Router | None = None, *seconds: float
+) -> Migrations:
+    """`seconds`: until an engine counts as silent, and until it is deprioritised."""
+    router = router or Router()
+    return Migrations(server, router.placed_at, router.deprioritise, "i0", *seconds)
 
 
 def made_attempt(engine_id: str | None) -> Attempt:
@@ -223,10 +244,11 @@ async def running_fleet(
     shun_s: float = 3.0,
     listener: EngineListener | None = None,
 ) -> AsyncIterator[Fleet]:
-    server = StreamServer(listener)
+    server = StreamServer(listener or EngineEvents())
     await server.listen("127.0.0.1")
     router = Router()
-    fleet = Fleet(server, router, Migrations(server, router, "i0", silence_s, shun_s), rate)
+    migrations = made_migrations(server, router, silence_s, shun_s)
+    fleet = Fleet(server, router, migrations, rate)
     for _ in range(count):
         fleet.add()
     try:
@@ -249,7 +271,7 @@ async def read_all(
 ) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     async with asyncio.timeout(20):
-        while not generation.is_done:
+        while generation._progress.open_requests:
             outputs += await generation.read()
             if on_outputs is not None:
                 on_outputs()

@@ -18,12 +18,13 @@ from starlette.types import ASGIApp
 from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.admission.queue import AdmissionQueue
-from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi, make_gateway
+from serve_app.api.ingress import ConcurrencyLimitMiddleware, build_asgi
 from serve_app.api.state import IngressState, make_accounts
 from serve_app.config import FairnessArgs, IngressArgs
 from serve_app.dispatch.base_handle import BaseHandle
+from serve_app.dispatch.gateway import Gateway
 from serve_app.dispatch.warm_ups import WarmUps
-from serve_app.messages import BaseDescription
+from serve_app.messages import Backlog, BaseDescription
 from serve_app.openai.json_body import parse_body
 from serve_app.platform_view import ServedBase
 from serve_app.routing import state as routing
@@ -53,9 +54,9 @@ class _ConnectedPerProcess:
 
 
 @contextmanager
-def processes(clock: Callable[[], float]) -> Iterator[None]:
+def processes() -> Iterator[None]:
     """Gives the contexts of different processes different states in `routing.state`."""
-    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess(), "monotonic": clock}
+    names = {"_states": _PerProcess(), "connected": _ConnectedPerProcess()}
     before = {name: getattr(routing, name) for name in names}
     for name, value in names.items():
         setattr(routing, name, value)
@@ -106,7 +107,9 @@ class FleetIngress:
     ) -> None:
         """Constructs the same parts as `Ingress.__init__`."""
         handle = cast("DeploymentHandle[object]", manager)
-        self.gateway = gateway = make_gateway(handle, self.name, fairness, None, is_proven=True)
+        self.gateway = gateway = Gateway(
+            handle, self.name, fairness, None, is_proven=True, has_keys=False
+        )
         self._records = make_observer(self.name)
         self.state = IngressState(args, gateway, _Texts(1), self._records)
         self.state.accounts = make_accounts(gateway)
@@ -147,7 +150,7 @@ class FleetIngress:
     @property
     def views(self) -> tuple[ReplicaView, ...]:
         replicas: tuple[ReplicaView, ...] = self.process.run(
-            lambda: routing.views_of(self.app_name).replicas
+            lambda: routing.routing_state(self.app_name).views.replicas
         )
         return replicas
 
@@ -167,7 +170,7 @@ class FleetIngress:
             "suspects on their turn": sum(
                 bool(one._turns) for one in gateway.migrations._suspects.values()
             ),
-            "visits": sum(one.num_open for one in gateway.activity.report()),
+            "visits": sum(one.num_open for one in gateway.activity.report(lambda _: Backlog())),
             "requests that wait for a base": sum(self.state.cold_starts._num_waiting.values()),
             "shadows": self.state.shadows.num_open,
             "charges": sum(not one.is_idle for one in self.accounts.limits._leases.values()),
@@ -195,7 +198,7 @@ class FleetIngress:
             counts |= {
                 f"sequences placed at {view.replica_id}": view.placed_sequences,
                 f"tokens placed at {view.replica_id}": view.placed_tokens,
-                f"calls placed at {view.replica_id}": view.num_placed,
+                f"calls placed at {view.replica_id}": len(view._placed),
             }
         return [f"{self.name}: {what}: {count}" for what, count in counts.items() if count]
 

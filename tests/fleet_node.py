@@ -84,7 +84,7 @@ class EngineNode:
         self.is_frozen = False
         self._loop = loop
         self.process = process = Process(loop, engine_id)
-        self.metrics = EngineMetrics("base", engine_id, 16, 0)
+        self.metrics = EngineMetrics("base", engine_id, 16)
         self.host: EngineHost = process.run(EngineHost, engine, engine_id, self.metrics)
         self.actor = Actor(
             loop,

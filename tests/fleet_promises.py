@@ -109,11 +109,11 @@ def wrong_counts(ingress: FleetIngress, clients: Sequence[Client]) -> Iterator[s
     if counted != answers:
         yield f"{name}: answers are {dict(counted)}, not {dict(answers)}"
     gone = sum(one.has_begun and (not one.is_whole or one.status == 499) for one in own)
-    if metrics._num_disconnects != gone:
-        yield f"{name}: {metrics._num_disconnects} disconnects, not {gone}"
+    if metrics.num_disconnects != gone:
+        yield f"{name}: {metrics.num_disconnects} disconnects, not {gone}"
     yield from _wrong_outcomes(ingress, own)
     codes = Counter(client.code for client in stayed)
-    lost = sum(ingress.gateway.migrations.metrics._lost.values())
+    lost = sum(ingress.gateway.migrations.metrics.lost.values())
     # A request that leaves its engine may be refused by all others.
     most = sum(codes[code] for code in _OF_LOSSES) + left
     if not codes["engine_unavailable"] <= lost <= most:

@@ -338,7 +338,7 @@ def run_fleet(seed: int) -> Result:
         with (
             virtual_time(loop, *clocked),
             repeatable(loop, Attempt, TokenStream, _EngineConnection, _Call),
-            processes(loop.time),
+            processes(),
         ):
             result = loop.run_until_complete(_run(loop, seed))
             result.iterations, result.virtual_s = loop.iteration, loop.time()

@@ -63,7 +63,7 @@ class Fan:
         return {
             "answers": answers,
             "replicas": sorted(view.replica_id for view in state.views.replicas),
-            "placed": sum(view.num_placed for view in state.views.replicas),
+            "placed": sum(len(view._placed) for view in state.views.replicas),
             "reasons": dict(state.decisions.reasons),
             "policy": state.policy_name,
         }

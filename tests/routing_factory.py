@@ -9,8 +9,8 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Policy
-from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
-from serve_app.stream.wire import Step
+from serve_app.routing.view import ReplicaView, ReplicaViews
+from serve_app.stream.wire import LoadSeconds, Step
 
 LIMITS = EngineLimits(
     max_model_len=4096,

@@ -71,7 +71,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "autoscaling": {"config", "messages"},
     "admission": {
         *("cache_salt", "config", "disconnects", "errors", "messages", "metrics", "routing"),
-        *("tasks", "tenancy"),
+        "tenancy",
     },
     "canary": {"config", "errors", "messages", "metrics", "platform_view", "tally", "tasks"},
     # canary: the one mapping from an error to an outcome
@@ -95,7 +95,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
         *("admin_api", "admission", "observe"),
         *("autoscaling", "canary", "config", "console", "control", "dialects", "disconnects"),
         *("dispatch", "errors", "http", "logs", "messages", "metrics", "openai", "platform_view"),
-        *("ray_calls", "ray_network", "routing", "stream", "tasks", "tenancy", "text_workers"),
+        *("ray_calls", "ray_network", "routing", "tasks", "tenancy", "text_workers"),
     },
     # what starts the processes
     "app": {"api", "config", "control", "observe", "platform_view", "serve_file"},

@@ -102,7 +102,7 @@ def test_every_request_ends_once_with_all_its_tokens_in_order_of_time(runs_ahead
         assert (load.num_running, load.num_waiting, load.queued_tokens) == (0, 0, 0)
         assert load.num_free_blocks == load.num_blocks
     for view in service.ingresses[0].views.replicas:
-        assert (view.num_placed, view.num_sequences, view.queued_tokens) == (0, 0, 0)
+        assert (len(view._placed), view.num_sequences, view.queued_tokens) == (0, 0, 0)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

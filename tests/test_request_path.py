@@ -18,12 +18,12 @@ from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
 from serve_app.disconnects import RequestScope
 from serve_app.dispatch.migration_state import MigrationState
-from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.stream.server import StreamServer
-from tests.fakes_replicas import Router, made_attempt, parameters
+from tests.fakes_replicas import made_attempt, made_base, made_migrations
 from tests.fleet_plan import FAULTS
 from tests.request_path_machine import Result, run_fleet
+from tests.routing_factory import EngineEvents
 
 # Few that together meet every fault.
 SEEDS = (5, 1, 11, 13, 21, 34)
@@ -89,13 +89,13 @@ async def test_what_a_request_holds_is_released_once_and_the_newest_first() -> N
 
 
 async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counted_as_lost() -> None:
-    server = StreamServer()
-    migrations = Migrations(server, Router(), "i0")
-    state = MigrationState(migrations, parameters(server, MigrationArgs()))
+    server = StreamServer(EngineEvents())
+    migrations = made_migrations(server)
+    state = MigrationState(migrations, made_base(MigrationArgs()), is_copy=False)
     attempt = made_attempt("e0")
     state.on_failure(EngineDeadError("gone"), attempt, is_on_trial=False)
     refusal = AdapterUnsupportedError("layer 3 holds NaN")
     with pytest.raises(AdapterUnsupportedError):
         state.on_failure(refusal, attempt, is_on_trial=False)
-    assert migrations.metrics._moves == {("base", "death", "failed"): 1}
-    assert not migrations.metrics._lost
+    assert migrations.metrics.moves == {("base", "death", "failed"): 1}
+    assert not migrations.metrics.lost

@@ -19,7 +19,7 @@ from serve_app.admission.queue import AdmissionQueue
 from serve_app.config import FairnessArgs
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import RoutingRequest
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import QueueStats
 from serve_app.routing.view import ReplicaView, ReplicaViews
 from tests.waiting import until
 
@@ -45,6 +45,12 @@ def running(number: int, *, waiting: int = 0, queued: int = 0) -> EngineLoad:
     )
 
 
+async def stay() -> Message:
+    """Acts as the `receive` of a client that never leaves."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 @dataclass(slots=True)
 class World:
     """One replica, whose frames are sent by the test, and the queue in front of it."""
@@ -62,7 +68,7 @@ class World:
         self.queue = AdmissionQueue(
             self.settings,
             self.max_waiting,
-            lambda: self.views,
+            self.views,
             self.stats,
             "base",
             lambda: self.now_s,
@@ -79,7 +85,7 @@ class World:
     ) -> asyncio.Task[QueuedRequest]:
         request = make_request(tenant, priority, num_tokens)
         self.requests.append(request)
-        return asyncio.create_task(self.queue.add_request(request, 16))
+        return asyncio.create_task(self.queue.add_request(request, 16, stay))
 
     async def let_one_go(self) -> None:
         """Frees a row, which is occupied again before the next frame."""

@@ -238,6 +238,7 @@ async def test_the_version_before_stands_in_until_the_new_one_answers() -> None:
     catalog = Catalog((old, new))
     world.gateway._apply(PlatformView("2", catalog, (starts, stands), (), True, None))
     assert world.gateway.is_ready
-    assert world.gateway.resolve("a")[0] is handle
+    settled = replace(handle, migration=ASLEEP.model.migration)
+    assert world.gateway.resolve("a")[0] == settled
     with pytest.raises(ServiceUnavailableError):
         world.gateway.resolve("a@2")

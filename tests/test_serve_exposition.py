@@ -26,19 +26,19 @@ from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.families import HELP
 from serve_app.metrics.histograms import Histogram
-from serve_app.metrics.ingress import IngressMetrics, RoutingCounts
-from serve_app.metrics.migration import MigrationMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, MigrationMetrics, QueueStats
 from serve_app.metrics.replica import LoadTimes, cache_text, residents_text
-from serve_app.metrics.requests import FinishedRequest, RequestMetrics
 from serve_app.observe.request_log import RequestLog
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.platform_view import BaseLine
+from serve_app.routing.decisions import Decisions, decisions_text
 from serve_app.tally import ArmKey
 from serve_app.tasks import failures_text, spawn
 from serve_app.tenancy.authentication import Authenticator
 from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.limits import Limits
 from serve_app.tenancy.table import KeyTable
+from tests.ingress_app import finished_record
 
 HELP_TEXTS = {
     "a_count": 'back\\slash\nand "quotes"',
@@ -125,14 +125,17 @@ async def _no_grants(request: LeaseRequest) -> dict[str, Grants]:
 
 def every_text() -> Iterator[bytes]:
     """Yields the text of each process's parts, with a sample in every family."""
-    yield EngineMetrics("base", "e0", 16, 0).text()
+    yield EngineMetrics("base", "e0", 16).text()
     ingress = IngressMetrics("i0")
     ingress.answered("/v1/models", 200)
-    yield ingress.text(0, [RoutingCounts("base", {"load": 1}, 0)])
+    yield ingress.text(0)
+    decisions = Decisions()
+    decisions.reasons["load"] += 1
+    yield decisions_text([("base", decisions)], "i0")
     migrations = MigrationMetrics("i0")
-    migrations.moved("base", "death", is_ok=True)
-    migrations.lost("base")
-    migrations.quarantined("base")
+    migrations.moves["base", "death", "ok"] += 1
+    migrations.lost["base"] += 1
+    migrations.quarantined["base"] += 1
     migrations.gap("base", 0.5)
     yield migrations.text()
     queues = QueueStats("i0", ())
@@ -145,7 +148,7 @@ def every_text() -> Iterator[bytes]:
     yield Authenticator(KeyTable(), None).text("i0")
     yield Limits("i0", _no_grants, lambda: 1).text()
     requests = RequestMetrics("i0", 1, 1, ())
-    requests.observe(FinishedRequest("base", "adapter", "tenant", "ok"))
+    requests.observe(finished_record("base", "adapter", "tenant"))
     yield requests.text(0.0)
     yield RequestLog(logging.NullHandler(), "i0").text()
     resident = Resident("d", True, 1, 1, 0, False, False, 0.0)

@@ -240,7 +240,10 @@ def test_few_of_many_idle_tenants_are_remembered() -> None:
         queued = fair.pop_request(0.0)
         assert queued is not None
         fair.close(queued)
-    assert fair.num_accounts <= 2 * 1024
+    tenants = [*fair._tenants.busy.values(), *fair._tenants._idle.values()]
+    adapters = [tenant.adapters for tenant in tenants]
+    num_adapters = sum(len(one.busy) + len(one._idle) for one in adapters)
+    assert len(tenants) + num_adapters <= 2 * 1024
 
 
 def test_a_higher_rank_costs_more() -> None:

@@ -17,7 +17,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api.model_list import ModelList
-from serve_app.config import ModelArgs
+from serve_app.config import MigrationArgs, ModelArgs
 from serve_app.dispatch import gateway as gateway_module
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
@@ -132,12 +132,35 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
     assert (len(tries), gateway._unusable) == (3, {})
 
 
+async def test_a_handle_has_the_migration_settings_of_the_newest_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
+    changed = replace(served, model=ModelArgs(name="base", migration=MigrationArgs(limit=7)))
+    gateway = make_gateway()
+    view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
+    gateway.view = view
+
+    async def open_while_the_view_changes(*_: object) -> BaseHandle:
+        gateway.view = replace(view, bases=(changed,))
+        description = BaseDescription({}, EngineLimits(64, 64, 64))
+        return BaseHandle(base, "app", Mock(), description, Mock(), 0.0)
+
+    monkeypatch.setattr(gateway_module, "open_base", open_while_the_view_changes)
+    gateway._opening["app", served.deployed_s] = cast("asyncio.Task[None]", None)
+    await gateway._open(served)
+    assert gateway.resolve("base")[0].migration.limit == 7
+    gateway._apply(view)
+    assert gateway.resolve("base")[0].migration == served.model.migration
+
+
 def test_a_queue_does_not_keep_the_text_files_of_its_base_in_memory() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     queues, limits = make_gateway().queues, EngineLimits(64, 64, 64)
     handle = BaseHandle(base, "app", Mock(), BaseDescription({}, limits), Mock(), 0.0)
     text = weakref.ref(handle.text)
-    assert queues.of(handle).is_idle
+    assert queues.of(handle.app_name, handle.base.name, handle.max_waiting).is_idle
     del handle
     gc.collect()
     assert text() is None

@@ -36,7 +36,6 @@ from serve_app.observe.record import RequestRecord
 from serve_app.openai.engine_params import Prompt
 from serve_app.routing import state as routing
 from serve_app.routing.request import make_routing_request
-from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import HEARTBEAT_S
 from serve_app.tally import ArmKey
@@ -45,12 +44,13 @@ from tests.fakes_engine import CRASH_TOKEN, POISON_TOKEN, PacedEngine
 from tests.fakes_replicas import (
     APP,
     Fleet,
+    made_base,
     make_request,
-    parameters,
     read_all,
     running_fleet,
     tokens,
 )
+from tests.routing_factory import EngineEvents
 from tests.text_factory import base_text
 from tests.waiting import until
 
@@ -140,7 +140,7 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
 
 
 async def test_a_choice_that_ends_at_a_stop_string_counts_and_teaches_as_one_that_stopped() -> None:
-    async with running_fleet(1, listener=ViewFeed()) as fleet:
+    async with running_fleet(1, listener=routing.ViewFeed()) as fleet:
         generation = fleet.generate(make_request(PROMPT, 4000))
         outputs = await read_some(generation, 3)
         view = routing.connected["e0"]
@@ -490,13 +490,13 @@ class _CancelledResponse:
 
 
 async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> None:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     request = make_request(PROMPT)
     routing = make_routing_request([request], (), PacedEngine().model_limits)
     handle = SimpleNamespace(submit=SimpleNamespace(remote=lambda call: _CancelledResponse()))
     call = SubmitCall((request,), (), server.address, routing)
-    attempt = Attempt(parameters(server, MigrationArgs(), handle), call)
+    attempt = Attempt(server, made_base(MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
         await asyncio.wait_for(attempt.stream.read(), 10)
     attempt.close(())

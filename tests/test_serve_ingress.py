@@ -40,8 +40,7 @@ from serve_app.errors import (
 from serve_app.http.arrivals import Arrivals
 from serve_app.http.asgi import SseResponse
 from serve_app.http.browsers import with_browser_checks
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, QueueStats
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.serve_file import called_by
 from serve_app.text_workers.pool import TextPool

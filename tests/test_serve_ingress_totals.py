@@ -7,8 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.control.kept_counts import MAX_AGE_S, MAX_GONE, IngressTotals
 from serve_app.messages import IngressCounts
 from serve_app.metrics.histograms import Histogram
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, QueueStats
 
 ANSWERS = "loraplex_http_answers_total"
 OPEN = "loraplex_open_engine_requests"

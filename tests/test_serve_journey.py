@@ -13,20 +13,20 @@ from engine.errors import EngineDeadError
 from serve_app.config import MigrationArgs
 from serve_app.dispatch import migration_state
 from serve_app.dispatch.migration_state import MigrationState
-from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import EngineGoneError
 from serve_app.messages import StreamAddress
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import StreamError
 from tests.fakes_replicas import (
-    Router,
     made_attempt,
+    made_base,
+    made_migrations,
     make_request,
-    parameters,
     read_all,
     running_fleet,
     tokens,
 )
+from tests.routing_factory import EngineEvents
 from tests.waiting import until
 
 PROMPT = (11, 12, 13, 14)
@@ -96,8 +96,8 @@ def test_a_move_is_tried_again_until_its_time_limit(monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(now_s=0.0)
     times = SimpleNamespace(monotonic=lambda: clock.now_s, time=time.time)
     monkeypatch.setattr(migration_state, "time", times)
-    server, args = StreamServer(), MigrationArgs(limit=3, timeout_s=3.0)
-    migrating = MigrationState(Migrations(server, Router(), "i0"), parameters(server, args))
+    server, args = StreamServer(EngineEvents()), MigrationArgs(limit=3, timeout_s=3.0)
+    migrating = MigrationState(made_migrations(server), made_base(args), is_copy=False)
     attempt = made_attempt(None)
     dead = EngineGoneError("it died", "e0", was_dead=True)
     for _ in range(30):

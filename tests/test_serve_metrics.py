@@ -56,7 +56,7 @@ DASHBOARD_SERIES = (
 
 
 def new_metrics() -> EngineMetrics:
-    return EngineMetrics("base", "e0", block_size=16, max_adapters=0)
+    return EngineMetrics("base", "e0", block_size=16)
 
 
 def new_request(request_id: str = "r", prompt: int = 7, n: int = 1) -> Request:
@@ -203,7 +203,7 @@ def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
 
 
 def test_joined_expositions_keep_every_sample_and_name_each_family_once() -> None:
-    first, second = new_metrics(), EngineMetrics("other", "e1", 16, 0)
+    first, second = new_metrics(), EngineMetrics("other", "e1", 16)
     ingress = IngressMetrics("i0")
     ingress.answered("/v1/models", 200)
     parts = [first.text(), second.text(), ingress.text(num_open=2)]
@@ -289,8 +289,8 @@ async def test_a_collection_that_failed_is_not_kept() -> None:
 
 def test_the_types_of_kv_are_a_label_as_vllm_has_it() -> None:
     for metrics, dtype in (
-        (EngineMetrics("m", "e", 16, 0), "auto"),
-        (EngineMetrics("m", "e", 16, 0, kv_cache_dtype="fp8"), "fp8"),
+        (EngineMetrics("m", "e", 16), "auto"),
+        (EngineMetrics("m", "e", 16, kv_cache_dtype="fp8"), "fp8"),
     ):
         (info,) = [
             family.samples[0].labels
@@ -301,7 +301,7 @@ def test_the_types_of_kv_are_a_label_as_vllm_has_it() -> None:
 
 
 def test_drafts_are_counted_under_vllms_names() -> None:
-    metrics = EngineMetrics("m", "e", 16, 0)
+    metrics = EngineMetrics("m", "e", 16)
     load = EngineLoad(
         num_drafts=3, num_draft_tokens=12, num_accepted_tokens=5, accepted_per_position=(3, 2, 0)
     )
@@ -325,7 +325,7 @@ def test_drafts_are_counted_under_vllms_names() -> None:
 
 
 def test_hits_are_counted_by_their_tier() -> None:
-    metrics = EngineMetrics("base", "e0", 16, 0)
+    metrics = EngineMetrics("base", "e0", 16)
     host = KVHostLoad(
         num_blocks=10,
         num_used_blocks=4,

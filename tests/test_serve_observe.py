@@ -27,10 +27,10 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
 from serve_app.config import RequestLogArgs, TracesArgs
 from serve_app.errors import ClientGoneError, OverloadedError
-from serve_app.metrics.requests import RequestMetrics
 from serve_app.observe.observer import RequestObserver
 from serve_app.observe.record import Move, RequestRecord
 from serve_app.observe.request_log import MAX_WAITING, RequestLog, _Handler, as_line
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.observe.traces import Tracer
 from serve_app.routing.decisions import Decision
 from tests.ingress_app import make_observer
@@ -333,7 +333,7 @@ def test_a_sink_that_fails_neither_raises_nor_stops_the_others(tmp_path: Path) -
 def test_a_request_that_ends_with_an_exception_has_it_in_its_record() -> None:
     observer = make_observer()
     record = observer.begin("/v1/completions", {}, time.time())
-    observer.on_exit(record)(OverloadedError, OverloadedError("full"), None)
+    observer.end(record, OverloadedError("full"))
     assert (record.outcome, record.status) == ("refused", 429)
     assert record.end_s > 0
     assert record.error is None  # its traceback would hold the body

@@ -12,12 +12,13 @@ from engine.types import TokenOutput as Output
 from registry.entities import AdapterVersion
 from serve_app.control.kept_counts import EngineCounters, IngressTotals
 from serve_app.messages import IngressCounts
-from serve_app.metrics.busiest import Busiest
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.histograms import GAP_SECONDS, HISTOGRAMS, Histogram
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.metrics.replica import residents_text
-from serve_app.metrics.requests import FinishedRequest, RequestMetrics
+from serve_app.observe.record import RequestRecord
+from serve_app.observe.request_metrics import Busiest, RequestMetrics
+from tests.ingress_app import finished_record
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -37,8 +38,10 @@ def value(text: bytes, name: str, **labels: str) -> float:
     return sum(number for (n, pairs), number in found if n == name and wanted <= pairs)
 
 
-def finished(adapter: str = "a", tenant: str = "", outcome: str = "ok") -> FinishedRequest:
-    return FinishedRequest("base", adapter, tenant, outcome, 10, 5, 0.2, 1.5)
+def finished(
+    adapter: str = "a", tenant: str = "", outcome: str = "ok", key_id: str = ""
+) -> RequestRecord:
+    return finished_record("base", adapter, tenant, outcome, key_id)
 
 
 # Adapters and tenants
@@ -63,7 +66,7 @@ def test_a_request_counts_once_for_its_adapter_and_once_for_its_tenant() -> None
 def test_a_tenant_that_a_client_made_up_is_no_label() -> None:
     metrics = RequestMetrics("i0", 10, 10, ("gold",))
     metrics.observe(finished(tenant='x" made-up'))
-    metrics.observe(finished(tenant="of-a-key"), is_known_tenant=True)
+    metrics.observe(finished(tenant="of-a-key", key_id="k"))
     text = metrics.text(0.0)
     assert b"made-up" not in text
     assert value(text, "loraplex_tenant_requests_total", tenant="other") == 1
@@ -73,7 +76,7 @@ def test_a_tenant_that_a_client_made_up_is_no_label() -> None:
 def test_the_series_are_bounded_whatever_the_number_of_adapters() -> None:
     metrics = RequestMetrics("i0", 20, 5, ())
     for number in range(2000):
-        metrics.observe(finished(f"a{number}", f"t{number}"), is_known_tenant=True)
+        metrics.observe(finished(f"a{number}", f"t{number}", key_id="k"))
         if number % 100 == 0:
             metrics.text(number)
     text = metrics.text(3000.0)
@@ -153,7 +156,7 @@ def test_a_method_that_a_client_made_up_is_no_label() -> None:
 
 
 def engine(limits: EngineLimits | None = None) -> EngineMetrics:
-    return EngineMetrics("base", "e0", 16, 0, limits or EngineLimits(4096, 0, 0))
+    return EngineMetrics("base", "e0", 16, limits or EngineLimits(4096, 0, 0))
 
 
 def run(metrics: EngineMetrics, tokens: int, error: str | None = None, cached: int = 0) -> None:

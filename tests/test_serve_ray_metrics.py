@@ -6,7 +6,7 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from ray.util import metrics as ray_metrics
@@ -15,7 +15,7 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, SamplingParams, StepOutput, TokenOutput
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.histograms import SECONDS, VLLM_GAP_SECONDS, Histogram
-from serve_app.replica.ray_metrics import RayExport, RayMetrics, spread
+from serve_app.replica.ray_metrics import RayExport, spread
 
 OWN = {"model_name": "base", "engine": "e0"}
 
@@ -57,13 +57,10 @@ class Registry:
         def make(kind: type, **methods: Any) -> type:
             return type(kind.__name__, (kind,), {"__init__": init, **methods})
 
-        self.ray = cast(
-            RayMetrics,
-            SimpleNamespace(
-                Counter=make(ray_metrics.Counter, inc=inc),
-                Gauge=make(ray_metrics.Gauge, set=set_value),
-                Histogram=make(ray_metrics.Histogram, observe=observe),
-            ),
+        self.ray = SimpleNamespace(
+            Counter=make(ray_metrics.Counter, inc=inc),
+            Gauge=make(ray_metrics.Gauge, set=set_value),
+            Histogram=make(ray_metrics.Histogram, observe=observe),
         )
 
     def number(self, name: str) -> float:
@@ -71,7 +68,7 @@ class Registry:
 
 
 def metrics_after(*gaps_s: float) -> EngineMetrics:
-    metrics = EngineMetrics("base", "e0", 16, 0, EngineLimits(4096, 0, 0))
+    metrics = EngineMetrics("base", "e0", 16, EngineLimits(4096, 0, 0))
     metrics.begin(Request("r", (1, 2, 3), SamplingParams(), arrival_s=1.0), "pirate", 1.0)
     continue_after(metrics, 0, 1.0, *gaps_s)
     return metrics

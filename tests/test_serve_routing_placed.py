@@ -117,7 +117,7 @@ class Rig:
     @property
     def placed(self) -> tuple[int, int]:
         """The calls and the sequences that the view counts."""
-        return self.view.num_placed, self.view.num_sequences
+        return len(self.view._placed), self.view.num_sequences
 
     @property
     def has_capacity(self) -> bool:

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.routing.lru import LruDict
-from serve_app.routing.placement import Placement, Rendezvous
+from serve_app.routing.placement import Placement
 
 ADAPTERS = [f"adapter-{i}" for i in range(200)]
 replica_sets = st.sets(st.integers(0, 99).map("r{}".format), min_size=2, max_size=40)
 
 
-def _order(replica_ids: set[str]) -> Rendezvous:
-    order = Rendezvous()
+def _order(replica_ids: set[str]) -> Placement:
+    order = Placement(0.5)
     order.change(replica_ids)
     return order
 
@@ -119,7 +119,7 @@ def test_nothing_is_remembered_without_bound() -> None:
     for key in range(10):
         recent.put(key, key)
         recent.put(0, -1)  # used again and again: stays
-    assert len(recent) == 3
+    assert len(recent._entries) == 3
     assert recent.get(0) == -1
     assert recent.get(9) == 9
     assert recent.get(5) is None

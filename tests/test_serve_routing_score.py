@@ -10,7 +10,8 @@ from engine.admission import EngineLimits
 from engine.types import EngineLoad
 from serve_app.messages import RoutingRequest
 from serve_app.routing.score import adapter_load_s, expected_ttft, work_s
-from serve_app.routing.view import LoadSeconds, ReplicaView
+from serve_app.routing.view import ReplicaView
+from serve_app.stream.wire import LoadSeconds
 from tests.routing_factory import make_ask, make_view, make_views
 
 APPROX_S = 1e-9
@@ -148,20 +149,20 @@ def test_what_was_placed_counts_until_the_engine_says_that_it_has_it() -> None:
     view = make_view()
     before = expected_ttft(make_ask(), view).total_s
     view.place(make_ask("a", num_tokens=500, num_sequences=2), 1.0)
-    assert (view.queued_tokens, view.num_sequences, view.num_placed) == (500, 2, 1)
+    assert (view.queued_tokens, view.num_sequences, len(view._placed)) == (500, 2, 1)
     assert expected_ttft(make_ask(), view).total_s > before + 0.05
     view.place(make_ask("a", num_tokens=300), 1.0)  # a retry: counted once, with its new size
     assert (view.queued_tokens, view.num_sequences) == (300, 1)
     view.unplace("a")
     view.unplace("a")
-    assert (view.queued_tokens, view.num_sequences, view.num_placed) == (0, 0, 0)
+    assert (view.queued_tokens, view.num_sequences, len(view._placed)) == (0, 0, 0)
 
 
 def test_what_nobody_ever_took_over_is_forgotten() -> None:
     view = make_view()
     view.place(make_ask("a"), 1.0)
     view.place(make_ask("b"), 32.0)
-    assert view.num_placed == 1
+    assert len(view._placed) == 1
 
 
 def test_a_request_that_needs_more_work_is_told_so() -> None:

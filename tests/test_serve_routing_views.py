@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 from engine.admission import EngineLimits
 from engine.types import StepOutput
 from serve_app.api.explain import measured
-from serve_app.config import RouterArgs
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import EngineOutcome
@@ -26,16 +25,15 @@ from serve_app.routing.decisions import Decisions
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import expected_ttft
 from serve_app.routing.state import (
-    RoutingListener,
     RoutingState,
     RoutingStates,
+    ViewFeed,
     routing_state,
 )
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
-from serve_app.routing.view_feed import ViewFeed
 from serve_app.stream.client import IngressLinks
 from serve_app.stream.server import StreamServer
-from tests.routing_factory import IDLE, LIMITS, make_ask, make_load, make_view
+from tests.routing_factory import IDLE, LIMITS, EngineEvents, make_ask, make_load, make_view
 from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
 
@@ -107,7 +105,7 @@ def test_an_engine_that_dials_while_serve_tells_of_it_has_one_view(
 async def test_an_engine_that_was_silent_for_a_while_keeps_its_prefixes() -> None:
     server = StreamServer(ViewFeed())
     await server.listen("127.0.0.1")
-    migrations = Migrations(server, routing, "i0", 10.0, 0.05)
+    migrations = Migrations(server, routing.placed_at, routing.deprioritise, "i0", 10.0, 0.05)
     state = routing.routing_state("app of an engine that was silent")
     state.views.set_limits(LIMITS)
     state.set_replicas(["silent"])
@@ -143,7 +141,7 @@ def test_placing_from_two_threads_at_once_counts_right() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (view.num_placed, view.placed_tokens) == (4000, 400_000)
+    assert (len(view._placed), view.placed_tokens) == (4000, 400_000)
 
 
 def test_output_lengths_are_learned() -> None:
@@ -163,8 +161,8 @@ def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
     def record() -> None:
         seen.append([view.replica_id for view in state.views.replicas])
 
-    state.add_listener(RoutingListener(harm, lambda _: None))
-    state.add_listener(RoutingListener(record, lambda _: None))
+    state.add_listener(harm, lambda _: None)
+    state.add_listener(record, lambda _: None)
     state.set_replicas(["a", "b"])
     state.set_replicas(["a", "b"])
     state.set_replicas(["b"])
@@ -174,7 +172,7 @@ def test_whoever_listens_is_told_of_changes_and_cannot_harm() -> None:
 def test_a_placed_call_is_told_and_taken_back() -> None:
     state = _state("a")
     placed: list[str] = []
-    state.add_listener(RoutingListener(lambda: None, placed.append))
+    state.add_listener(lambda: None, placed.append)
     request = make_ask("call")
     ranked = state.rank(request)
     state.decisions.add(request, "a", ranked, "expected_ttft", 1.0, 2.0)
@@ -182,17 +180,17 @@ def test_a_placed_call_is_told_and_taken_back() -> None:
     view = state.views.get("a")
     assert placed == ["call"]
     assert view is not None
-    assert view.num_placed == 1
+    assert len(view._placed) == 1
     state.unplace("call")
     state.unplace("nobody")
-    assert view.num_placed == 0
+    assert len(view._placed) == 0
 
 
 async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_placed() -> None:
     placed: list[tuple[str, str]] = []
     changes: list[frozenset[str]] = []
     connections = EngineConnections(
-        StreamServer(),
+        StreamServer(EngineEvents()),
         lambda app, call: placed.append((app, call)),
         lambda _, replica_ids: changes.append(replica_ids),
     )
@@ -212,9 +210,8 @@ async def test_a_call_of_a_base_that_is_away_for_a_moment_is_reported_once_as_pl
 
 def test_a_policy_that_cannot_be_made_here_leaves_the_one_before() -> None:
     state = _state("a", "b")
-    state.set_policy(RouterArgs(policy="round_robin"))
-    broken = RouterArgs.model_construct(policy="no:where", options={})
-    state.set_policy(broken)
+    state.set_policy("round_robin", {})
+    state.set_policy("no:where", {})
     assert state.policy_name == "round_robin"
     assert state.rank(make_ask())
 
@@ -338,14 +335,12 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
         adapter = cast(Any, SimpleNamespace(name="pirate", rank=8))
         base = SimpleNamespace(app_name="app of a lost adapter", handle=handle)
         models = SimpleNamespace(handles=[base], num_ingresses=1, find_adapter=lambda _: adapter)
-        warm_ups = WarmUps(cast(Any, models))
-        warm_ups.start()
+        polling = WarmUps(cast(Any, models)).start()
         for outcome in ("the files are gone", "the store is down", "", "the files are gone"):
             handle.outcome, handle.began_s = EngineOutcome("e0", not outcome, outcome), []
             await asyncio.sleep(600.0)
             calls.append(handle.began_s)
-        assert warm_ups._task is not None
-        warm_ups._task.cancel()
+        polling.cancel()
 
     loop = VirtualLoop(0)
     try:
@@ -369,7 +364,7 @@ async def test_calls_queued_when_a_base_was_removed_are_still_reported_as_placed
     changes: list[frozenset[str]] = []
     handle: Any = SimpleNamespace()
     connections = EngineConnections(
-        StreamServer(),
+        StreamServer(EngineEvents()),
         lambda app, call_id: placed.append((app, call_id)),
         lambda _, replica_ids: changes.append(replica_ids),
     )

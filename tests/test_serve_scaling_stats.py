@@ -86,7 +86,7 @@ def test_the_manager_adds_up_what_waits_in_all_ingresses() -> None:
 def test_an_ingress_reports_what_its_queue_says() -> None:
     activity = Activity()
     activity.enter("b" * 64)
-    (quiet,) = activity.report()
+    (quiet,) = activity.report(lambda _: Backlog())
     (busy,) = activity.report({"b" * 64: Backlog(2, 50)}.__getitem__)
     assert (quiet.backlog, busy) == (Backlog(), replace(quiet, backlog=Backlog(2, 50)))
 

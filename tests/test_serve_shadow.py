@@ -7,7 +7,6 @@ import pytest
 from engine.types import EngineLoad, Request
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.dispatch.completion import PreparedRequest
-from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.shadow import Shadows, _copy_request, is_busy
 from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
@@ -18,7 +17,14 @@ from serve_app.stream.server import StreamServer
 from serve_app.text.base_text import BaseText
 from serve_app.text.tokenizer import TextTokenizer
 from tests.canary_factory import CANARY
-from tests.fakes_replicas import Fleet, Router, make_request, running_fleet
+from tests.fakes_replicas import (
+    Fleet,
+    made_base,
+    made_migrations,
+    make_request,
+    running_fleet,
+)
+from tests.routing_factory import EngineEvents
 from tests.text_factory import byte_level_tokenizer
 from tests.waiting import until
 
@@ -53,7 +59,7 @@ async def test_a_copy_that_others_would_feel_is_not_begun(
     limit: int, load: EngineLoad | None, prepared: PreparedRequest
 ) -> None:
     arms = ArmStats()
-    shadows = Shadows(Migrations(StreamServer(), Router(), "i0"), arms, limit)
+    shadows = Shadows(made_migrations(StreamServer(EngineEvents())), arms, limit)
     shadows.offer(prepared, CANARY, load)
     assert (shadows.num_open, shadows.num_dropped) == (0, 1)
     assert arms.counts() == ()
@@ -63,8 +69,9 @@ def _prepared(fleet: Fleet, request: Request) -> PreparedRequest:
     parsed = parse_body(CompletionRequest, b'{"model": "m", "prompt": "x"}')
     prompts = (Prompt(request.prompt_token_ids, None),)
     head = ResponseHead("completion", "id", "m", 0, "fp")
-    routing = make_routing_request((request,), (), fleet.parameters.limits)
-    return PreparedRequest(fleet.parameters, TEXT, parsed, head, prompts, (request,), (), routing)
+    routing = make_routing_request((request,), (), fleet.base.description.limits)
+    base = made_base(fleet.args, fleet, TEXT)
+    return PreparedRequest(base, parsed, head, prompts, (request,), (), routing)
 
 
 async def test_a_copy_that_is_in_quarantine_is_dropped_without_a_failed_task(

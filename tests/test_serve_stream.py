@@ -63,7 +63,7 @@ async def running_rig(
     rate: float = 500.0, *, encrypt: bool = False, engine: PacedEngine | None = None
 ) -> AsyncIterator[Rig]:
     engine = engine or PacedEngine(rate=rate)
-    host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16, 0))
+    host = EngineHost(engine, "e0", EngineMetrics("base", "e0", 16))
     events = EngineEvents()
     server = StreamServer(events)
     await server.listen("127.0.0.1", encrypt=encrypt)
@@ -265,7 +265,7 @@ async def attended(rig: Rig) -> list[Step]:
 
 async def test_an_ingress_that_asked_is_told_of_every_step_and_of_the_end() -> None:
     async with running_rig() as rig:
-        other = StreamServer()
+        other = StreamServer(EngineEvents())
         await other.listen("127.0.0.1")
         stream = other.open(["r"])
         frames, lost = await attended(rig), rig.events.lost
@@ -330,7 +330,7 @@ async def test_a_request_taken_and_not_begun_fails_when_its_engine_is_lost() -> 
 async def test_ingresses_that_come_and_go_leave_nothing_behind() -> None:
     async with running_rig() as rig:
         for _ in range(20):
-            server = StreamServer()
+            server = StreamServer(EngineEvents())
             await server.listen("127.0.0.1")
             await rig.host.attend(server.address)
             await until(lambda server=server: server.engines == {"e0"})  # type: ignore[misc]
@@ -387,7 +387,9 @@ async def test_an_idle_engine_still_tells_its_load() -> None:
         rig.submit(new_request(max_tokens=1))
         await read_all(stream)
         rig.engine.loaded["d" * 64] = "pirate"
-        await until(lambda: rig.server.loads["e0"].adapters_on_device == ("d" * 64,))
+        digests = ("d" * 64,)
+        frames = rig.events.frames
+        await until(lambda: any(one.load.adapters_on_device == digests for one in frames))
         assert rig.server.loads["e0"].num_running == 0
 
 
@@ -420,12 +422,12 @@ async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine
 async def test_what_leaves_this_machine_is_encrypted_and_the_rest_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     assert server.address.certificate == ""
     server.close()
     monkeypatch.setattr("serve_app.stream.server.is_loopback", lambda host: False)
-    other = StreamServer()
+    other = StreamServer(EngineEvents())
     await other.listen("127.0.0.1")
     assert "BEGIN CERTIFICATE" in other.address.certificate
     other.close()
@@ -503,7 +505,7 @@ async def test_an_engine_cannot_call_itself_another() -> None:
 
 async def test_an_engine_cannot_speak_for_a_request_that_another_one_took() -> None:
     async with running_rig() as rig:
-        other = EngineHost(PacedEngine(rate=500), "e1", EngineMetrics("base", "e1", 16, 0))
+        other = EngineHost(PacedEngine(rate=500), "e1", EngineMetrics("base", "e1", 16))
         other.start()
         stream = rig.server.open(["r"])
         call = rig.submit(new_request(max_tokens=100_000))
@@ -568,7 +570,7 @@ class StuckTransport(asyncio.Transport):
 
 
 async def stuck_link() -> tuple[IngressLink, StuckTransport, EngineSnapshot]:
-    server = StreamServer()
+    server = StreamServer(EngineEvents())
     await server.listen("127.0.0.1")
     links = IngressLinks("e0", lambda *_: None, lambda _: None)
     snapshot = links.snapshot
@@ -784,7 +786,7 @@ async def test_an_ingress_that_never_reads_loses_its_own_streams_and_no_others(
 ) -> None:
     monkeypatch.setattr("serve_app.stream.client.MAX_WAITING_BYTES", 4000)
     async with running_rig() as rig:
-        other = StreamServer()
+        other = StreamServer(EngineEvents())
         await other.listen("127.0.0.1")
         stuck, reading = rig.server.open(["stuck"]), other.open(["reading"])
         call = rig.submit(new_request("stuck", max_tokens=100_000))

@@ -451,7 +451,6 @@ def test_formats_of_dates_and_times_are_those_that_parsers_take(
 async def test_checks_name_the_field_and_are_remembered() -> None:
     checks = GrammarChecks()
     try:
-        await checks.check(None, None)
         await checks.check(Grammar("regex", "a+"), "guided_regex")
         unique = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
         with pytest.raises(InvalidRequestError, match=r"at schema\.properties\.a\.uniqueItems"):
@@ -462,7 +461,7 @@ async def test_checks_name_the_field_and_are_remembered() -> None:
             assert caught.value.param == "guided_regex"
             assert caught.value.message.startswith("guided_regex: ")
     finally:
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def test_a_grammar_in_gbnf_reaches_the_engine_in_lark() -> None:
@@ -485,7 +484,7 @@ async def test_a_grammar_in_gbnf_reaches_the_engine_in_lark() -> None:
                     await checks.check(Grammar("gbnf", source), "guided_grammar")
                 assert caught.value.param == "guided_grammar"
     finally:
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -534,7 +533,7 @@ async def test_the_event_loop_runs_on_while_grammars_are_checked() -> None:
         assert turns > before + 1
     finally:
         turning.cancel()
-        checks.close()
+        checks._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def test_generated_schemas_reach_the_engine_unchanged() -> None:

@@ -156,7 +156,8 @@ async def test_an_ingress_whose_report_cannot_be_made_reports_again(
     assert not gateway.is_healthy  # it follows the manager no more
     with pytest.raises(RuntimeError, match="the task 'follow-manager' ended"):
         gateway.check_tasks()
-    gateway.migrations.stop()
+    (watch,) = (one for one in asyncio.all_tasks() if one.get_name() == "watch-engines")
+    watch.cancel()
 
 
 async def test_an_engine_whose_heartbeat_fails_beats_again(
@@ -173,7 +174,7 @@ async def test_an_engine_whose_heartbeat_fails_beats_again(
                 raise ZeroDivisionError
             super().observe_step(step, now_s)
 
-    metrics = FailingMetrics("base", "e0", 16, 0)
+    metrics = FailingMetrics("base", "e0", 16)
     host = EngineHost(PacedEngine(), "e0", metrics)
     host.start()
     try:

@@ -51,15 +51,13 @@ class QueuedRequest:
     is_closed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Account:
     """The cost that a tenant, or an adapter of a tenant, was charged so far. It starts at the least
     counter of the accounts that wait, so that idle time earns no credit."""
 
-    __slots__ = ("counter", "num_open")
-
-    def __init__(self) -> None:
-        self.counter = 0.0  # cost units, of a tenant divided by its weight
-        self.num_open = 0  # requests that wait or run: an account with any is not forgotten
+    counter: float = 0.0  # cost units, of a tenant divided by its weight
+    num_open: int = 0  # requests that wait or run: an account with any is not forgotten
 
     def lift(self, others: Iterable[_Account], floor: float) -> None:
         """Raises the counter as a wait begins: to the least counter of the `others` that wait, or
@@ -80,12 +78,6 @@ class _Accounts(Generic[A]):
         self._idle: OrderedDict[str, A] = OrderedDict()
         self._make = make
         self._max_idle = max_idle
-
-    def __len__(self) -> int:
-        return len(self.busy) + len(self._idle)
-
-    def every(self) -> list[A]:
-        return [*self.busy.values(), *self._idle.values()]
 
     def open(self, name: str) -> A:
         """Returns the account for one more request, which must `close` it once."""
@@ -115,20 +107,19 @@ class _Lane:
     cost: float = 0.0  # of `requests`
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Tenant(_Account):
     """The account of a tenant, its adapters' accounts, and its waiting requests."""
 
-    __slots__ = ("adapters", "cost", "floor", "lanes", "num_waiting", "since_s", "weight")
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.adapters = _Accounts(lambda _: _Account(), _MAX_IDLE_ADAPTERS)
-        self.lanes: dict[tuple[int, str], _Lane] = {}  # by (priority, adapter), none is empty
-        self.floor = 0.0  # counter of the adapter that was last served by its counter
-        self.since_s = 0.0  # when it was last served or began to wait
-        self.num_waiting = 0
-        self.cost = 0.0  # of the requests that wait
+    weight: float
+    adapters: _Accounts[_Account] = field(
+        default_factory=lambda: _Accounts(lambda _: _Account(), _MAX_IDLE_ADAPTERS)
+    )
+    lanes: dict[tuple[int, str], _Lane] = field(default_factory=dict)  # none is empty
+    floor: float = 0.0  # counter of the adapter that was last served by its counter
+    since_s: float = 0.0  # when it was last served or began to wait
+    num_waiting: int = 0
+    cost: float = 0.0  # of the requests that wait
 
     @property
     def share(self) -> float:
@@ -169,7 +160,9 @@ class FairQueue:
         """`weights`: of tenants, 1 for all others."""
         self._weights = weights
         self._max_wait_s = max_wait_s
-        self._tenants = _Accounts(lambda name: _Tenant(self._weight(name)), _MAX_IDLE_TENANTS)
+        self._tenants = _Accounts(
+            lambda name: _Tenant(weight=self._weight(name)), _MAX_IDLE_TENANTS
+        )
         self._waiting: dict[str, _Tenant] = {}  # the tenants that have waiting requests
         self._floor = 0.0  # counter of the tenant that was last served by its counter
         self._num_waiting = 0
@@ -177,11 +170,6 @@ class FairQueue:
     def __len__(self) -> int:
         """The number of requests that wait."""
         return self._num_waiting
-
-    @property
-    def num_accounts(self) -> int:
-        """The number of tenants and adapters whose counters are kept."""
-        return sum(1 + len(tenant.adapters) for tenant in self._tenants.every())
 
     def add_request(self, queued: QueuedRequest, now_s: float) -> None:
         request = queued.request

@@ -1,4 +1,5 @@
-"""The queue of a base in an ingress replica: `AdmissionController` with coroutines and timers.
+"""The queues of an ingress replica, one for each running base: `AdmissionController` with
+coroutines and timers.
 
 A request goes to an engine as soon as a replica has capacity for it, waits for its turn, or is
 refused. A request whose client leaves is removed. Each ingress replica orders its own requests;
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import ceil
 
 from starlette.types import Receive
@@ -17,13 +18,14 @@ from starlette.types import Receive
 from serve_app.admission.capacity import has_capacity
 from serve_app.admission.controller import AdmissionController, Reason, Refused
 from serve_app.admission.fair_queue import QueuedRequest
+from serve_app.admission.tenants import Tenants
 from serve_app.config import FairnessArgs
-from serve_app.disconnects import call_when_gone
+from serve_app.disconnects import RequestScope
 from serve_app.errors import ClientGoneError, OverloadedError
 from serve_app.messages import Backlog, RoutingRequest
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import QueueStats
+from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaViews
-from serve_app.tasks import spawn
 
 _POLL_S = 0.1  # without a frame
 _TRIM_INTERVAL_S = 0.5
@@ -37,13 +39,11 @@ class AdmissionQueue:
         self,
         settings: FairnessArgs,
         max_waiting: int,
-        views: Callable[[], ReplicaViews | None],
+        views: ReplicaViews,
         stats: QueueStats,
         base: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`views`: of the base's engine replicas; while it returns None, Serve's own limits
-        apply."""
         self._max_engine_queue_s = settings.max_engine_queue_s
         self._views = views
         self._stats, self._base_stats = stats, stats.of_base(base)
@@ -71,7 +71,6 @@ class AdmissionQueue:
         return not self._controller.num_open
 
     def expected_output(self, num_sequences: int, max_tokens: int) -> int:
-        """See `AdmissionController.expected_output`."""
         return self._controller.expected_output(num_sequences, max_tokens)
 
     def check(self, request: RoutingRequest) -> None:
@@ -83,7 +82,7 @@ class AdmissionQueue:
             raise self._overloaded(refused) from None
 
     async def add_request(
-        self, request: RoutingRequest, max_tokens: int, receive: Receive | None = None
+        self, request: RoutingRequest, max_tokens: int, receive: Receive
     ) -> QueuedRequest:
         """Returns when the request may be sent to an engine; `close` it when its response has
         ended. `max_tokens`: of all choices; `receive`: the client's, to notice that it leaves; the
@@ -125,7 +124,7 @@ class AdmissionQueue:
         if self._soon is None and len(self._controller):
             self._soon = asyncio.get_running_loop().call_soon(self._send_waiting)
 
-    async def _wait(self, queued: QueuedRequest, receive: Receive | None) -> None:
+    async def _wait(self, queued: QueuedRequest, receive: Receive) -> None:
         loop = asyncio.get_running_loop()
         turn = self._turns[queued] = loop.create_future()
         self._base_stats.num_waiting += 1
@@ -136,19 +135,15 @@ class AdmissionQueue:
             if not turn.done():
                 turn.set_exception(ClientGoneError())
 
-        timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
-        watch: asyncio.Task[None] | None = None
-        if receive is not None:
-            watch = spawn(call_when_gone(receive, leave), "watch-client")
-        try:
-            await turn
-        except BaseException:
-            self.close(queued)
-            raise
-        finally:
-            timer.cancel()
-            if watch is not None:
-                watch.cancel()
+        with RequestScope() as scope:
+            timer = loop.call_later(self._controller.timeout_s, self._refuse, queued, "waited")
+            scope.callback(timer.cancel)
+            scope.watch_client(receive, leave)
+            try:
+                await turn
+            except BaseException:
+                self.close(queued)
+                raise
 
     def _send_waiting(self) -> None:
         """Ends the wait of as many requests as the engines have capacity for."""
@@ -180,11 +175,8 @@ class AdmissionQueue:
             self._later = loop.call_later(_POLL_S, self._send_waiting)
 
     def _has_capacity(self) -> bool:
-        views = self._views()
-        if views is None:
-            return True
         under_way = tuple(self._under_way.values())  # one bytecode: safe while `placed` runs
-        return has_capacity(views.replicas, under_way, self._max_engine_queue_s)
+        return has_capacity(self._views.replicas, under_way, self._max_engine_queue_s)
 
     def _record_sent(self, queued: QueuedRequest) -> None:
         request = queued.request
@@ -211,3 +203,48 @@ class AdmissionQueue:
         if turn is not None:
             self._base_stats.num_waiting -= 1
         return turn
+
+
+class AdmissionQueues:
+    def __init__(
+        self,
+        settings: FairnessArgs,
+        ingress_id: str,
+        *,
+        is_proven: bool,
+        has_keys: bool,
+    ) -> None:
+        """`is_proven`, `has_keys`: see `Tenants`."""
+        self.stats = QueueStats(ingress_id, settings.weights)
+        self.tenants = Tenants(settings, is_proven=is_proven, has_keys=has_keys)
+        self._settings = settings
+        self.app_names: Collection[str] = ()  # applications that can be called now
+        self._queues: dict[str, AdmissionQueue] = {}  # by application
+
+    def of(self, app_name: str, base: str, max_waiting: int) -> AdmissionQueue:
+        """Returns the queue of an application of `base`, which the first request creates. Then the
+        idle queues of applications that can no longer be called are forgotten."""
+        queue = self._queues.get(app_name)
+        if queue is None:
+            running = self.app_names
+            for name in [n for n, q in self._queues.items() if n not in running and q.is_idle]:
+                del self._queues[name]
+            views = routing_state(app_name).views
+            queue = AdmissionQueue(self._settings, max_waiting, views, self.stats, base)
+            self._queues[app_name] = queue
+        return queue
+
+    def backlog(self, app_name: str) -> Backlog:
+        """Returns the requests that wait here for the engines of an application, or are refused."""
+        queue = self._queues.get(app_name)
+        return Backlog() if queue is None else queue.backlog
+
+    def wake(self) -> None:
+        """Checks the capacity of all bases soon: a frame arrived from some engine."""
+        for queue in self._queues.values():
+            queue.wake()
+
+    def placed(self, app_name: str, call_id: str) -> None:
+        """A replica's view counts this call from now on. From any thread."""
+        if (queue := self._queues.get(app_name)) is not None:
+            queue.placed(call_id)

@@ -73,7 +73,7 @@ async def admit(
         resolution.base.name,
         f"{version.name}@{version.version}",
         routing.adapter_rank,
-        "" if route.arm is None else route.arm.arm,
+        route.arm_name,
     )
     return RequestAccount(state.accounts, charge, key)
 

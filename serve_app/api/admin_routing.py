@@ -60,9 +60,9 @@ async def route(request: Request) -> Response:
 async def decisions(request: Request) -> Response:
     """Returns the decisions of this ingress, for each base the newest first."""
     lines = [
-        {"application": app.app_name, "age_s": time.time() - each.chosen_s, **asdict(each)}
-        for app in state_of(request).gateway.connections.states
-        for each in reversed(app.decisions.newest)
+        {"application": app_name, "age_s": time.time() - each.chosen_s, **asdict(each)}
+        for app_name, base in state_of(request).gateway.connections.bases.items()
+        for each in reversed(base.state.decisions.newest)
     ]
     return json_response({"decisions": lines})
 
@@ -78,7 +78,7 @@ def _line(routing: RoutingRequest, ranked: Ranked) -> RouteLine:
         cached_tokens=view.num_cached_tokens(routing.prefixes),
         queued_tokens=view.queued_tokens,
         sequences=view.num_sequences,
-        kv_usage=round(view.kv_usage, 4),
+        kv_usage=round(view.load.kv_usage, 4),
         is_connected=view.is_connected,
         is_draining=view.is_draining,
     )

@@ -24,6 +24,7 @@ from fastapi import Request as HttpRequest
 from engine.errors import InvalidRequestError
 from engine.types import EngineLoad, Request, adapter_key
 from registry.catalog import Resolution
+from serve_app.admission.queue import AdmissionQueue
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.explain import explain_headers
@@ -34,7 +35,7 @@ from serve_app.dialects import messages, responses
 from serve_app.dialects.messages import CountTokensRequest, MessagesRequest
 from serve_app.dialects.responses import ResponsesRequest
 from serve_app.disconnects import RequestScope
-from serve_app.dispatch.base_handle import Route
+from serve_app.dispatch.base_handle import BaseHandle, Route
 from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
 from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
 from serve_app.http.asgi import SseResponse, error_response, json_response, read_body
@@ -146,7 +147,7 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
         check_body(caller, body)
         session = session_key(http, body)
         with RequestScope() as scope:
-            scope.push(state.observer.on_exit(record))
+            scope.push(lambda _kind, error, _traceback: state.observer.end(record, error))
             route, leave = await state.cold_starts.admit(body.full_model, http.receive, session)
             scope.callback(leave)
             caller = check_route(state, caller, body.full_model, route)
@@ -154,8 +155,8 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
             most = None if caller is None else caller.policy.max_tokens
             client = ClientRequest(body, tenant, session, arrival_s, most)
             headers = route.headers
-            record.set_route(route.resolution, "" if route.arm is None else route.arm.arm)
-            state.queues.of(route.handle).check(_routing_request(state, route, client, ()))
+            record.resolution, record.arm = route.resolution, route.arm_name
+            _queue_of(state, route.handle).check(_routing_request(state, route, client, ()))
             prepared = await _read_and_prepare(state, route, client, raw)
             copied = await _prepare_copy(state, route, client, raw, prepared)
             del raw  # a thousand requests may wait for an engine
@@ -192,7 +193,7 @@ async def _begin(
     Returns its completion. `scope` releases all that the request then holds. Raises
     RequestQuarantinedError."""
     handle, gateway = route.handle, state.gateway
-    queue = state.queues.of(handle)
+    queue = _queue_of(state, handle)
     max_tokens = sum(one.params.max_tokens * one.params.n for one in prepared.requests)
     account = await accounting.admit(state, caller, route, queue, prepared, max_tokens)
     if account is not None:
@@ -201,7 +202,7 @@ async def _begin(
     scope.callback(queue.close, queued)
     record.queue_s = queued.waited_s
     record.response_id, record.num_choices = prepared.head.id, prepared.body.num_choices
-    record.call = prepared.parameters.app_name, prepared.routing.call_id
+    record.call = handle.app_name, prepared.routing.call_id
     builder = prepared.response_builder()
     generation = prepared.generation(gateway.migrations)
     on_first_token: OnFirstToken | None = None
@@ -209,7 +210,7 @@ async def _begin(
 
         def on_first_token(load: EngineLoad | None) -> None:
             # A copy never waits in the queue: while other requests do, none is made.
-            is_queueing = state.queues.of(handle).num_waiting > 0
+            is_queueing = queue.num_waiting > 0
             state.shadows.offer(copied, shadow, None if is_queueing else load)
 
     on_tokens = partial(queue.set_generated, queued)
@@ -223,6 +224,10 @@ async def _begin(
         account.completion = completion
     scope.watch_client(http.receive, completion.client_left)
     return completion
+
+
+def _queue_of(state: IngressState, base: BaseHandle) -> AdmissionQueue:
+    return state.queues.of(base.app_name, base.base.name, base.max_waiting)
 
 
 def named(error: Exception, body: GenerationRequest | None) -> Exception:
@@ -251,8 +256,7 @@ def prepare(
         max_tokens=client.max_tokens,
     )
     return PreparedRequest(
-        state.gateway.call_parameters(handle),
-        handle.text,
+        handle,
         body,
         _head(body, route.resolution),
         prompts,
@@ -267,10 +271,9 @@ async def _prepare_copy(
 ) -> PreparedRequest | None:
     """Returns the request for the route's shadow, whose text side may read it in another way. None:
     there is no shadow, or it cannot read the request now; the client does not wait for it."""
-    shadow, adapter = route.shadow, route.resolution.adapter
-    if shadow is None:
+    if (shadow := route.shadow) is None:
         return None
-    if not shadow.text and (adapter is None or not adapter.text):
+    if not shadow.text and not route.brings_text:
         return prepared
     sides = state.cold_starts.text_sides
     try:
@@ -294,7 +297,8 @@ async def _read_and_prepare(
     text, description = route.handle.text, route.handle.description
     prompts = await state.texts.run(read_prompts, client.body, raw, text, description)
     prepared = prepare(state, route, client, prompts)
-    grammar = prepared.grammar
+    if (grammar := prepared.grammar) is None:
+        return prepared
     checked = await state.grammars.check(grammar, prepared.body.grammar_field or "tools")
     return prepared if checked is grammar else prepared.with_grammar(checked)
 

@@ -57,7 +57,7 @@ def explain_headers(
         return {}
     if not is_admin(http):
         return {HEADER: "needs the admin token"}
-    app_name, call_id = prepared.parameters.app_name, prepared.routing.call_id
+    app_name, call_id = prepared.handle.app_name, prepared.routing.call_id
     decision = routing_state(app_name).decisions.get(call_id)
     if decision is None or not first_s:
         return {}

@@ -41,8 +41,6 @@ from serve_app.config import ADMIN_TOKEN, FairnessArgs, IngressArgs, TenancyArgs
 from serve_app.console import pages
 from serve_app.console.cookie import ConsoleCookie
 from serve_app.dispatch.gateway import Gateway
-from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.errors import (
     SHOULD_RETRY,
@@ -61,15 +59,10 @@ from serve_app.http.asgi import (
 )
 from serve_app.http.browsers import with_browser_checks
 from serve_app.logs import install_in_replica
-from serve_app.metrics.ingress import IngressMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, QueueStats
 from serve_app.observe.observer import ObserveArgs, open_observer
 from serve_app.ray_calls import RAY_ERRORS
 from serve_app.ray_network import keep_to_loopback
-from serve_app.routing import state as routing
-from serve_app.routing.connections import EngineConnections
-from serve_app.routing.view_feed import ViewFeed
-from serve_app.stream.server import StreamServer
 from serve_app.tasks import spawn
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
 from serve_app.tenancy.orders import Act
@@ -121,7 +114,7 @@ class MetricsMiddleware:
         finally:
             # Also if Serve cancels this coroutine, its way to report that the client left.
             if not is_whole or status == CLIENT_CLOSED_REQUEST:
-                self._metrics.disconnected()
+                self._metrics.num_disconnects += 1
 
 
 class ConcurrencyLimitMiddleware:
@@ -209,26 +202,6 @@ def _note_act(manager: DeploymentHandle[object], actor: str, method: str, path: 
     spawn(send(), "note-act")
 
 
-def make_gateway(
-    manager: DeploymentHandle[object],
-    ingress_id: str,
-    fairness: FairnessArgs,
-    texts: TextPool | None,
-    *,
-    is_proven: bool,
-    has_keys: bool = False,
-) -> Gateway:
-    """`is_proven`, `has_keys`: see `Tenants`. `texts`: see `Gateway`."""
-    stats = QueueStats(ingress_id, fairness.weights)
-    queues = AdmissionQueues(
-        fairness, stats, routing.views_of, is_proven=is_proven, has_keys=has_keys
-    )
-    stream = StreamServer(ViewFeed(queues.wake))
-    migrations = Migrations(stream, routing, ingress_id)
-    connections = EngineConnections(stream, queues.placed, migrations.replicas_changed)
-    return Gateway(manager, ingress_id, stream, migrations, queues, connections, texts)
-
-
 def make_authenticator(tenancy: TenancyArgs) -> Authenticator | None:
     if not tenancy.enabled:
         return None
@@ -255,7 +228,7 @@ class Ingress:
         keep_to_loopback()
         replica_id = serve.get_replica_context().replica_id.unique_id
         texts = TextPool(args.tokenizer_threads)
-        self._gateway = make_gateway(
+        self._gateway = Gateway(
             *(manager, replica_id, fairness, texts),
             is_proven=args.trusted_gateway is not None,
             has_keys=tenancy.enabled,

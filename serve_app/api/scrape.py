@@ -16,9 +16,9 @@ from serve_app.dispatch.activity import CountsReporter
 from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import BaseFigures, EngineFigures
 from serve_app.metrics.exposition import join_texts
-from serve_app.metrics.requests import RequestCounts, RequestMetrics
+from serve_app.observe.request_metrics import RequestCounts, RequestMetrics
 from serve_app.ray_calls import RAY_ERRORS
-from serve_app.routing.state import views_of
+from serve_app.routing.state import routing_state
 from serve_app.tasks import has_failed, share
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,10 @@ def _figures(name: str, gateway: Gateway, counts: RequestCounts) -> BaseFigures:
         sum(gateway.queues.backlog(app).num_requests for app in apps),
         tuple(
             EngineFigures(
-                view.replica_id, view.load.num_running, view.load.num_waiting, view.kv_usage
+                view.replica_id, view.load.num_running, view.load.num_waiting, view.load.kv_usage
             )
             for app in apps
-            for view in views_of(app).replicas
+            for view in routing_state(app).views.replicas
             if view.is_connected
         ),
     )

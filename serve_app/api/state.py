@@ -21,6 +21,7 @@ from serve_app.metrics.exposition import join_texts
 from serve_app.metrics.ingress import IngressMetrics
 from serve_app.observe.observer import RequestObserver
 from serve_app.platform_view import PlatformView
+from serve_app.routing.decisions import decisions_text
 from serve_app.tasks import failures_text
 from serve_app.tenancy.authentication import Authenticator
 from serve_app.tenancy.limits import Accounts
@@ -60,9 +61,11 @@ class IngressState:
         gateway, ingress = self.gateway, self.gateway.ingress_id
         num_rollbacks = () if gateway.view is None else gateway.view.canary.num_rollbacks
         log, keys, accounts = self.observer.log, self.authenticator, self.accounts
+        bases = gateway.connections.bases.values()
         return join_texts(
             (
-                self.metrics.text(gateway.stream.num_open, gateway.connections.routed()),
+                self.metrics.text(gateway.stream.num_open),
+                decisions_text(((one.name, one.state.decisions) for one in bases), ingress),
                 gateway.migrations.metrics.text(),
                 gateway.arms.text(
                     ingress, num_rollbacks, self.shadows.num_open, self.shadows.num_dropped

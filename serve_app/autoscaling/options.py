@@ -5,11 +5,10 @@ own policy scales the ingress replicas by open requests.
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
 
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from serve_app.autoscaling.policy import EngineScalingPolicy, ScalingArgs
+from serve_app.autoscaling.policy import EngineScalingPolicy
 from serve_app.config import IngressArgs, ModelArgs
 
 _REPORT_S = 1.0  # how often replicas and handles report; Serve's default of 10 s is too late
@@ -23,7 +22,7 @@ def engine_scaling(model: ModelArgs) -> AutoscalingConfig | None:
         return None
     policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
         policy_function=f"{EngineScalingPolicy.__module__}:{EngineScalingPolicy.__name__}",
-        policy_kwargs=asdict(ScalingArgs(**args.model_dump())),
+        policy_kwargs=args.model_dump(),
     )
     return _config(
         min_replicas=args.min_replicas,

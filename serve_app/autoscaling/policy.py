@@ -11,9 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from math import ceil, exp, isfinite
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 logger = logging.getLogger("ray.serve")
 
@@ -255,22 +258,6 @@ def _finite(value: object) -> float:
     return max(0.0, float(value)) if is_number else 0.0  # type: ignore[arg-type]
 
 
-class _Point(Protocol):
-    timestamp: float
-    value: float
-
-
-class ScalingContext(Protocol):
-    """The fields of `ray.serve.config.AutoscalingContext` that the policy reads."""
-
-    current_num_replicas: int
-    target_num_replicas: int
-    total_num_requests: float
-    total_queued_requests: float
-    raw_metrics: Mapping[str, Mapping[object, Sequence[_Point]]] | None
-    current_time: float | None
-
-
 class EngineScalingPolicy:
     """The policy of a base. Serve's controller makes it and calls it ten times per second."""
 
@@ -284,13 +271,18 @@ class EngineScalingPolicy:
         self._due_s = 0.0  # of the next decision
         self._log_s = 0.0  # when an error may be logged again
 
-    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, object]]:
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, object]]:
         target = context.target_num_replicas
         now_s = time.monotonic()
         try:
             if now_s >= self._due_s and self._args is not None:
                 self._due_s = now_s + _PERIOD_S
-                target = self._decide(context, self._args, now_s)
+                sample = sample_of(context)
+                wanted = wanted_replicas(sample, target, self._args, self._state, now_s)
+                if wanted != target:
+                    words = _summary(sample)
+                    logger.info("engine replicas %d -> %d for %s", target, wanted, words)
+                target = wanted
         except Exception:  # the number of replicas stays
             self._state = ScalingState()
             if now_s >= self._log_s:
@@ -298,36 +290,22 @@ class EngineScalingPolicy:
                 logger.exception("could not decide on the number of engine replicas, keeping it")
         return target, {}
 
-    def _decide(self, context: ScalingContext, args: ScalingArgs, now_s: float) -> int:
-        current = context.target_num_replicas
-        sample = sample_of(context)
-        wanted = wanted_replicas(sample, current, args, self._state, now_s)
-        if wanted != current:
-            logger.info("engine replicas %d -> %d for %s", current, wanted, _summary(sample))
-        return wanted
 
-
-@dataclass(slots=True)
-class _Collected:
-    numbers: dict[str, object] = field(default_factory=dict)
-    newest_s: float = 0.0
-
-
-def sample_of(context: ScalingContext) -> BaseSample:
+def sample_of(context: AutoscalingContext) -> BaseSample:
     """Collects the newest numbers of each replica, because Serve's means are as old as the
     look-back period."""
-    found: dict[object, _Collected] = {}
+    found: dict[object, dict[str, object]] = {}
+    newest_s: dict[object, float] = {}
     for name, by_replica in (context.raw_metrics or {}).items():
         for replica, points in by_replica.items():
             if points:
-                collected = found.setdefault(replica, _Collected())
-                collected.numbers[name] = points[-1].value
-                collected.newest_s = max(collected.newest_s, points[-1].timestamp)
+                found.setdefault(replica, {})[name] = points[-1].value
+                newest_s[replica] = max(newest_s.get(replica, 0.0), points[-1].timestamp)
     oldest_s = (context.current_time or 0.0) - _MAX_AGE_S
     reported = tuple(
-        from_stats(collected.numbers)
-        for collected in found.values()
-        if collected.newest_s >= oldest_s and "max_num_seqs" in collected.numbers
+        from_stats(numbers)
+        for replica, numbers in found.items()
+        if newest_s[replica] >= oldest_s and "max_num_seqs" in numbers
     )
     return BaseSample(
         reported,

@@ -35,7 +35,6 @@ class ScalingStats:
         self._backlog, self._backlog_s = backlog, self._clock()
 
     def sample(self, load: EngineLoad) -> dict[str, float]:
-        """Returns the numbers for Serve."""
         now_s = self._clock()
         self._update_arrivals(load, now_s)
         is_fresh = now_s - self._backlog_s <= _BACKLOG_MAX_AGE_S

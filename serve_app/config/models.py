@@ -165,7 +165,7 @@ class RouterArgs(Args):
 
     @model_validator(mode="after")
     def _policy_is_known(self) -> RouterArgs:
-        check_policy(self)
+        check_policy(self.policy, self.options)
         return self
 
 

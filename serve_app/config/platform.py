@@ -266,6 +266,6 @@ def check_routers(args: PlatformArgs) -> None:
     """
     for model in args.models:
         try:
-            make_policy(model.router)
+            make_policy(model.router.policy, model.router.options)
         except PolicyError as error:
             raise PolicyError(f"models: {model.name}: router: {error}") from error

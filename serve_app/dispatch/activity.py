@@ -21,9 +21,7 @@ class Activity:
         self._num_open[digest] = self._num_open.get(digest, 0) + 1
         return partial(self._leave, digest)
 
-    def report(
-        self, backlog_of: Callable[[str], Backlog] = lambda _: Backlog()
-    ) -> tuple[BaseActivity, ...]:
+    def report(self, backlog_of: Callable[[str], Backlog]) -> tuple[BaseActivity, ...]:
         """`backlog_of` returns the backlog of a base, by digest."""
         now_s = self._clock()
         return tuple(

@@ -55,7 +55,13 @@ class TextSides:
         adapter = route.resolution.adapter
         if adapter is None or not adapter.text:
             return route
-        return replace(route, handle=await self._of(route.handle, adapter))
+        while (found := self.find(route.handle, adapter)) is None:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await asyncio.shield(self.begin(route.handle, adapter))
+            except TimeoutError:
+                raise _unavailable(adapter, f"did not arrive within {_TIMEOUT_S:g} s") from None
+        return replace(route, handle=found)
 
     def find(self, base: BaseHandle, adapter: AdapterVersion) -> BaseHandle | None:
         """Returns the base's handle with the adapter's text side, or None while that is not here.
@@ -83,19 +89,6 @@ class TextSides:
             task.add_done_callback(lambda done: self._forget(version, done))
         return task
 
-    async def _of(self, base: BaseHandle, adapter: AdapterVersion) -> BaseHandle:
-        while (found := self.find(base, adapter)) is None:
-            try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await asyncio.shield(self.begin(base, adapter))
-            except TimeoutError:
-                raise ServiceUnavailableError(
-                    f"The text files of adapter {adapter.name!r} did not arrive within "
-                    f"{_TIMEOUT_S:g} s.",
-                    _RETRY_S,
-                ) from None
-        return found
-
     def _forget(self, version: Version, task: asyncio.Task[None]) -> None:
         del self._opening[version]
         if not task.cancelled() and task.exception() is not None:
@@ -110,7 +103,8 @@ class TextSides:
             try:
                 await asyncio.to_thread(self._texts.open, own.key, base.text)
             except UnsupportedModelError as error:
-                own = replace(own, refusal=_refusal(adapter, error))
+                refusal = AdapterUnsupportedError.of(adapter.name, adapter.version, error)
+                own = replace(own, refusal=str(refusal))
         self._own.put(version, own)
 
 
@@ -119,25 +113,20 @@ async def _fetch(base: BaseHandle, adapter: AdapterVersion) -> _Own:
         async with asyncio.timeout(_FETCH_S):
             answer: object = await base.handle.adapter_text.remote(adapter)
     except TimeoutError:
-        raise ServiceUnavailableError(
-            f"The text files of adapter {adapter.name!r} did not arrive within {_FETCH_S:g} s.",
-            _RETRY_S,
-        ) from None
+        raise _unavailable(adapter, f"did not arrive within {_FETCH_S:g} s") from None
     except RAY_ERRORS as error:
         cause = root_cause(error)
         if not isinstance(cause, RAY_ERRORS):
             raise cause from None
-        raise ServiceUnavailableError(
-            f"The text files of adapter {adapter.name!r} cannot be fetched at the moment.", _RETRY_S
-        ) from error
+        raise _unavailable(adapter, "cannot be fetched at the moment") from error
     if isinstance(answer, AdapterUnsupportedError):
         return _Own({}, key_of(base.description.digest, {}), str(answer))
     assert isinstance(answer, dict)
     return _Own(answer, key_of(base.description.digest, answer))
 
 
-def _refusal(adapter: AdapterVersion, error: Exception) -> str:
-    return f"The adapter {adapter.name!r} version {adapter.version} cannot be served: {error}"
+def _unavailable(adapter: AdapterVersion, why: str) -> ServiceUnavailableError:
+    return ServiceUnavailableError(f"The text files of adapter {adapter.name!r} {why}.", _RETRY_S)
 
 
 def _version(base: BaseHandle, adapter: AdapterVersion) -> Version:

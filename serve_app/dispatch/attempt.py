@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentResponse
 
-from engine.admission import EngineLimits
 from engine.errors import EngineDeadError
-from serve_app.config import MigrationArgs
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, OverloadedError, ServiceUnavailableError
 from serve_app.messages import SubmitCall
 from serve_app.ray_calls import root_cause
@@ -33,26 +31,6 @@ from serve_app.tasks import spawn
 _LATE_TOKENS_S = 10.0
 # The call may return after all tokens came. If cancelled, Serve would count it as a failure.
 _RETURN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallParameters:
-    """The handle, limits and names for calls to the replicas of a base."""
-
-    server: StreamServer
-    handle: DeploymentHandle[object]
-    limits: EngineLimits
-    app_name: str
-    model_name: str
-    migration: MigrationArgs
-    has_client: bool = True  # False for a copy: no client loses an answer when it fails
-
-
-class PendingCall(Protocol):
-    """The part of Serve's DeploymentResponse that is used here."""
-
-    def __await__(self) -> Generator[object, None, object]: ...
-    def cancel(self) -> None: ...
 
 
 class CallCancelledError(EngineDeadError):
@@ -73,24 +51,24 @@ class Attempt:
     """
 
     def __init__(
-        self, parameters: CallParameters, call: SubmitCall, *, is_first: bool = True
+        self, server: StreamServer, base: BaseHandle, call: SubmitCall, *, is_first: bool = True
     ) -> None:
         """`is_first`: False if the call continues the work of another engine."""
         self.is_first = is_first
-        self.is_movable = parameters.migration.limit > 0
-        self.app_name = parameters.app_name
+        self.is_movable = base.migration.limit > 0
+        self.app_name = base.app_name
         self.call_id = call.routing.call_id
         self.began_s = time.monotonic()
         self._is_closed = False
-        self.stream = parameters.server.open(request.request_id for request in call.requests)
+        self.stream = server.open(request.request_id for request in call.requests)
         try:
-            submit = parameters.handle.submit.remote
+            submit = base.handle.submit.remote
             # A later call runs in its own context: Serve would confuse it with the call before.
             response = submit(call) if is_first else Context().run(submit, call)
         except BaseException:
             self.stream.close()
             raise
-        self._response = cast(PendingCall, response)
+        self._response = cast("DeploymentResponse[object]", response)
         self._late: asyncio.TimerHandle | None = None
         self._watch = spawn(self._watch_call(), "watch-call")
 
@@ -106,7 +84,7 @@ class Attempt:
         if open_requests and not self._watch.done():
             # A call that failed at this very moment raises its failure here.
             with suppress(RayError, RayServeException):
-                self._response.cancel()
+                self._response.cancel()  # type: ignore[no-untyped-call]
         if open_requests:
             self._watch.cancel()
         elif not self._watch.done():

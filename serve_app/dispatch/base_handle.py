@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from registry.catalog import Resolution
 from registry.entities import AdapterVersion, BaseVersion
+from serve_app.config import MigrationArgs
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.messages import ENGINE, BaseDescription
 from serve_app.platform_view import ServedBase
@@ -25,12 +26,13 @@ from serve_app.text.generation_defaults import (
 )
 from serve_app.text_workers.pool import TextPool, open_text
 
+NO_MIGRATION = MigrationArgs(limit=0)
 _UNKNOWN_START_S = 10.0  # the start of a base that this manager has not started yet
 
 
 @dataclass(frozen=True, slots=True)
 class BaseHandle:
-    """A running base: its deployment handle, its limits and its text files."""
+    """A running base: its deployment handle, its settings, its limits and its text files."""
 
     base: BaseVersion
     app_name: str
@@ -40,6 +42,7 @@ class BaseHandle:
     deployed_s: float
     defaults: GenerationDefaults = NO_DEFAULTS
     max_waiting: int = 256  # requests in its admission queue
+    migration: MigrationArgs = NO_MIGRATION  # as in the newest view
 
     def serves(self, base: ServedBase) -> bool:
         """True unless the base was deployed again since."""
@@ -72,6 +75,16 @@ class Route:
     shadow: AdapterVersion | None = None  # gets a copy of the request
     # The sleeping base of the canary that the request was drawn for; the stable version answers.
     asleep: ServedBase | None = None
+
+    @property
+    def brings_text(self) -> bool:
+        """True if the adapter may have a text side of its own."""
+        adapter = self.resolution.adapter
+        return adapter is not None and bool(adapter.text)
+
+    @property
+    def arm_name(self) -> str:
+        return "" if self.arm is None else self.arm.arm
 
     @property
     def headers(self) -> dict[str, str]:
@@ -114,7 +127,4 @@ def check_supported(resolution: Resolution) -> None:
     for one in resolution.adapters:
         adapter = one.version
         if adapter.refused:
-            raise AdapterUnsupportedError(
-                f"The adapter {adapter.name!r} version {adapter.version} cannot be served: "
-                f"{adapter.refused}"
-            )
+            raise AdapterUnsupportedError.of(adapter.name, adapter.version, adapter.refused)

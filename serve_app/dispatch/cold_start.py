@@ -56,6 +56,8 @@ class ColdStarts:
             if route.asleep is not None:
                 self._wake(route.asleep.base.digest)
             leave = self._gateway.activity.enter(route.handle.base.digest)
+            if not route.brings_text:
+                return route, leave
             try:
                 return await self.text_sides.with_text(route), leave
             except BaseException:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from engine.types import EngineLoad, Grammar, Request, TokenOutput
 from registry.entities import WeightedVersion
 from serve_app.canary.arm_stats import ArmRequest
-from serve_app.dispatch.attempt import CallParameters
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.generation import Generation
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import ClientGoneError, to_api_error
@@ -25,7 +25,6 @@ from serve_app.openai.completions import CompletionRequest
 from serve_app.openai.engine_params import Prompt
 from serve_app.openai.logprobs import PartsRenderer, Render
 from serve_app.openai.responses import ResponseHead, UsageInfo
-from serve_app.text.base_text import BaseText
 
 OnFirstToken = Callable[[EngineLoad | None], None]
 
@@ -34,14 +33,14 @@ OnFirstToken = Callable[[EngineLoad | None], None]
 class PreparedRequest:
     """An HTTP request as it goes to the engines of its base; a shadow gets a changed copy."""
 
-    parameters: CallParameters
-    text: BaseText
+    handle: BaseHandle
     body: ChatRequest | CompletionRequest
     head: ResponseHead
     prompts: tuple[Prompt, ...]
     requests: tuple[Request, ...]  # each with one prompt
     adapters: tuple[WeightedVersion, ...]
     routing: RoutingRequest
+    is_copy: bool = False  # no client waits for the answer
 
     @property
     def grammar(self) -> Grammar | None:
@@ -56,10 +55,11 @@ class PreparedRequest:
 
     def generation(self, migrations: Migrations) -> Generation:
         """Raises RequestQuarantinedError."""
-        return Generation(migrations, self.parameters, self.requests, self.adapters, self.routing)
+        work = self.requests, self.adapters, self.routing
+        return Generation(migrations, self.handle, *work, is_copy=self.is_copy)
 
     def response_builder(self) -> ResponseBuilder:
-        return ResponseBuilder(self.body, self.prompts, self.text, self.head)
+        return ResponseBuilder(self.body, self.prompts, self.handle.text, self.head)
 
 
 class Completion:
@@ -85,7 +85,7 @@ class Completion:
         self._on_first_token = on_first_token
         self._on_tokens = on_tokens
         self._render = render
-        self._record = record
+        self._record = record or RequestRecord("", 0.0)  # of a copy: nothing reads it
         self._has_left = False
         self.has_failed = False  # by an error that the client receives
         self.has_begun = False  # a part of the stream was made for the client
@@ -143,8 +143,7 @@ class Completion:
         if self._arm_request is not None:
             self._record_warmth(self._arm_request)
             self._arm_request.left(self._builder.num_tokens)  # unless it ended otherwise
-        if self._record is not None:
-            self._fill_in(self._record)
+        self._fill_in(self._record)
         self._generation.close()
 
     async def _feed(self) -> list[bytes]:
@@ -173,8 +172,7 @@ class Completion:
 
     def _note_failure(self, error: BaseException) -> None:
         self.has_failed = not self._has_left
-        if self._record is not None:
-            self._record.error = self._record.error or error
+        self._record.error = self._record.error or error
 
     async def _rendered(self, results: Sequence[FeedResult]) -> list[bytes]:
         renderer = self._renderer()
@@ -189,8 +187,7 @@ class Completion:
 
     def _note_first_token(self) -> None:
         self.first_token_s = time.time()
-        if self._record is not None:
-            self._record.note_first_token(self.first_token_s)
+        self._record.note_first_token(self.first_token_s)
         if self._arm_request is not None:
             self._record_warmth(self._arm_request)
             self._arm_request.first_token()

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -23,10 +24,11 @@ from registry.catalog import Resolution
 from registry.entities import AdapterVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
 from registry.names import parse_model
+from serve_app.admission.queue import AdmissionQueues
 from serve_app.canary.arm_stats import ArmStats
 from serve_app.canary.split import Traffic, read_traffic
+from serve_app.config import FairnessArgs
 from serve_app.dispatch.activity import Activity, CountsReporter
-from serve_app.dispatch.attempt import CallParameters
 from serve_app.dispatch.base_handle import (
     BaseHandle,
     Route,
@@ -34,13 +36,12 @@ from serve_app.dispatch.base_handle import (
     open_base,
     unavailable,
 )
-from serve_app.dispatch.generation import NO_MIGRATION
 from serve_app.dispatch.migrations import Migrations
-from serve_app.dispatch.queues import AdmissionQueues
 from serve_app.errors import ServiceUnavailableError, UnservableError
 from serve_app.messages import REPORT_INTERVAL_S, Backlog, IngressReport
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.ray_calls import RAY_ERRORS
+from serve_app.routing import state as routing
 from serve_app.routing.connections import EngineConnections
 from serve_app.stream.server import StreamServer
 from serve_app.tally import ArmKey
@@ -60,18 +61,25 @@ class Gateway:
         self,
         manager: DeploymentHandle[object],
         ingress_id: str,
-        stream: StreamServer,
-        migrations: Migrations,
-        queues: AdmissionQueues,
-        connections: EngineConnections,
+        fairness: FairnessArgs,
         texts: TextPool | None,
+        *,
+        is_proven: bool,
+        has_keys: bool,
     ) -> None:
-        """`texts` tries the chat templates of new bases; None: this process does."""
+        """`texts` tries the chat templates of new bases; None: this process does. `is_proven`,
+        `has_keys`: see `Tenants`."""
         self.manager = manager
-        self.stream = stream
-        self.migrations = migrations
-        self.queues = queues
-        self.connections = connections
+        self.queues = queues = AdmissionQueues(
+            fairness, ingress_id, is_proven=is_proven, has_keys=has_keys
+        )
+        self.stream = StreamServer(routing.ViewFeed(queues.wake))
+        self.migrations = Migrations(
+            self.stream, routing.placed_at, routing.deprioritise, ingress_id
+        )
+        self.connections = EngineConnections(
+            self.stream, queues.placed, self.migrations.replicas_changed
+        )
         self.view: PlatformView | None = None
         self.num_ingresses = 1  # share the traffic, this one included
         self.arms = ArmStats()
@@ -203,17 +211,6 @@ class Gateway:
         """The handles of all bases that can be called now."""
         return tuple(self._handles.values())
 
-    def call_parameters(self, handle: BaseHandle) -> CallParameters:
-        base = self.served(handle.base.digest)
-        return CallParameters(
-            self.stream,
-            handle.handle,
-            handle.description.limits,
-            handle.app_name,
-            handle.base.name,
-            NO_MIGRATION if base is None else base.model.migration,
-        )
-
     def fallback(self, digest: str) -> BaseHandle | None:
         """Returns the handle of the previous version while this version of the base starts."""
         assert self.view is not None
@@ -263,21 +260,17 @@ class Gateway:
     async def _follow(self) -> None:
         while True:
             try:
-                await self._follow_once()
+                view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
+                if view is not None:  # of another revision
+                    # If it fails, the same view is fetched again.
+                    await self.stream.listen(
+                        "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+                    )
+                    self._revision = view.revision  # even if the view cannot be applied
+                    self._apply(view)
             except Exception as error:  # no answer, or of this view: the ingress follows the next
                 _log_failure("could not follow the manager", error)
                 await asyncio.sleep(_RETRY_S)
-
-    async def _follow_once(self) -> None:
-        """Waits for a view of another revision and applies it."""
-        view = await self.manager.view.remote(self._revision, _LONG_POLL_S)
-        if view is None:
-            return
-        await self.stream.listen(  # if it fails, the same view is fetched again
-            "127.0.0.1" if view.is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        )
-        self._revision = view.revision  # even if the view cannot be applied
-        self._apply(view)
 
     async def _report(self, counts: CountsReporter) -> None:
         for number in count():
@@ -336,14 +329,16 @@ class Gateway:
         self._signal_change()
 
     def _admit(self, handle: BaseHandle) -> None:
-        """Sends requests to this handle from now on."""
+        """Sends requests to this handle from now on, with the migration settings of the view."""
+        if (base := self.served(handle.base.digest)) is not None:
+            handle = replace(handle, migration=base.model.migration)
         self._handles[handle.base.digest] = handle
         limits = handle.description.limits
         self.connections.add_base(handle.app_name, handle.base.name, handle.handle, limits)
         self._once_ready.add(handle.base.digest)
 
     def _signal_change(self) -> None:
-        self.queues.set_applications({handle.app_name for handle in self.handles})
+        self.queues.app_names = {handle.app_name for handle in self.handles}
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -3,9 +3,9 @@
 When its engine dies, falls silent or is drained, the prompt and the tokens so far are sent to
 another replica, with the same seed and the same adapter; the reader sees a pause. A request whose
 engine died before it sent a token for it is a suspect and goes to the next engine alone (see
-`SuspectQueue`); if that engine dies too, the request is quarantined. So a request that crashes
-engines during prefill can take down two of them; a request that crashes them later, three.
-Ignorant of HTTP and text.
+`SuspectQueue`); if that engine dies too, with no other newcomer there, the request is quarantined.
+So a request that crashes engines during prefill can take down two of them; a request that crashes
+them later, three. Ignorant of HTTP and text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 
 from engine.types import NO_MEMORY, EngineLoad, Request, TokenOutput
 from registry.entities import WeightedVersion
-from serve_app.config import MigrationArgs
-from serve_app.dispatch.attempt import Attempt, CallCancelledError, CallParameters
+from serve_app.dispatch.attempt import Attempt, CallCancelledError
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migration_state import MigrationState, NotAcceptedError
 from serve_app.dispatch.migrations import Migrations, SuspectTurn
 from serve_app.dispatch.progress import Progress
@@ -25,7 +25,6 @@ from serve_app.messages import RoutingRequest, SubmitCall
 from serve_app.observe.record import Move
 from serve_app.routing.request import make_routing_request
 
-NO_MIGRATION = MigrationArgs(limit=0)
 MAX_TURN_S = 10.0  # of a suspect at an engine without a token; then the next suspect may go
 MAX_HOLD_S = 5.0  # of requests that wait for an exclusive suspect
 _QUIET_CHECK_S = 0.02
@@ -38,21 +37,24 @@ class Generation:
     def __init__(
         self,
         migrations: Migrations,
-        parameters: CallParameters,
+        base: BaseHandle,
         requests: tuple[Request, ...],
         adapters: tuple[WeightedVersion, ...],
         routing: RoutingRequest,
+        *,
+        is_copy: bool = False,
     ) -> None:
-        """`routing` describes `requests` to the router. Raises RequestQuarantinedError."""
+        """`routing` describes `requests` to the router. `is_copy`: no client loses an answer when
+        it fails. Raises RequestQuarantinedError."""
         migrations.quarantine.check(requests)
         self.request_ids = tuple(request.request_id for request in requests)
         self._loop = asyncio.get_running_loop()
         self._migrations = migrations
-        self._parameters = parameters
+        self._base = base
         self._adapters = adapters
         self._routing = routing
         self._progress = Progress(requests)
-        self._state = MigrationState(migrations, parameters)
+        self._state = MigrationState(migrations, base, is_copy=is_copy)
         self._failure: Exception | None = None  # set by `fail`
         self._is_over: asyncio.Future[None] = self._loop.create_future()
         self._turn: SuspectTurn | None = None
@@ -78,10 +80,6 @@ class Generation:
     def moves(self) -> tuple[Move, ...]:
         """The migrations so far, failed migrations included."""
         return tuple(self._state.moves)
-
-    @property
-    def is_done(self) -> bool:
-        return self._progress.is_done
 
     async def read(self) -> list[TokenOutput]:
         """Returns the outputs that arrived since the last read, at least one.
@@ -131,7 +129,7 @@ class Generation:
 
     async def _migrate(self, attempt: Attempt, error: Exception) -> None:
         """Makes another attempt, or raises the error for the reader."""
-        state, app_name = self._state, self._parameters.app_name
+        state, app_name = self._state, self._base.app_name
         if isinstance(error, CallCancelledError) and not attempt.is_movable:
             # Serve cancels the calls of a client that left, sometimes before it reports the client.
             await self._wait(_CLIENT_GONE_S)
@@ -150,7 +148,7 @@ class Generation:
         else:
             state.extend(await self._wait_for_suspect())
         requests, session = self._progress.resume(), self._routing.session
-        limits = self._parameters.limits
+        limits = self._base.description.limits
         routing = make_routing_request(requests, self._adapters, limits, session, state.avoid)
         self._submit(requests, routing, is_first=False)
 
@@ -158,8 +156,9 @@ class Generation:
         self, requests: tuple[Request, ...], routing: RoutingRequest, *, is_first: bool
     ) -> Attempt:
         versions = tuple(one.version for one in self._adapters)
-        call = SubmitCall(requests, versions, self._parameters.server.address, routing)
-        self._attempt = attempt = Attempt(self._parameters, call, is_first=is_first)
+        server = self._migrations.server
+        call = SubmitCall(requests, versions, server.address, routing)
+        self._attempt = attempt = Attempt(server, self._base, call, is_first=is_first)
         self._migrations.add(attempt)
         if not is_first:
             left_s = self._state.deadline_s - time.monotonic()
@@ -187,8 +186,8 @@ class Generation:
         """Waits for this suspect's turn, and in it until no other request could be blamed for the
         next engine's death; returns the seconds that it lasted. Without a turn after half the time
         limit, the request goes as all others do and is not convicted."""
-        began_s, patience_s = self._loop.time(), self._parameters.migration.timeout_s / 2
-        app_name = self._parameters.app_name
+        began_s, patience_s = self._loop.time(), self._base.migration.timeout_s / 2
+        app_name = self._base.app_name
         turn = self._migrations.suspects(app_name).join(is_exclusive=self._state.num_deaths > 1)
         try:
             await self._wait(patience_s, turn.has_begun)
@@ -211,7 +210,7 @@ class Generation:
     async def _wait_for_suspect(self) -> float:
         """Waits while an exclusive suspect has its turn; returns the seconds that it lasted."""
         began_s = self._loop.time()
-        turn = self._migrations.suspects(self._parameters.app_name).exclusive
+        turn = self._migrations.suspects(self._base.app_name).exclusive
         if turn is not None:
             await self._wait(MAX_HOLD_S, turn.is_over)
         return self._loop.time() - began_s

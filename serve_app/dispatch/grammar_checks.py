@@ -33,11 +33,9 @@ class GrammarChecks:
         self._translations: LruDict[bytes, str] = LruDict(_MAX_TRANSLATIONS)  # in Lark
         self._num_waiting = 0
 
-    async def check(self, grammar: Grammar | None, field: str | None) -> Grammar | None:
+    async def check(self, grammar: Grammar, field: str | None) -> Grammar:
         """Returns the grammar for the engine: GBNF is translated into Lark. Raises
         InvalidRequestError if it is refused; `field` is the field of the body that holds it."""
-        if grammar is None:
-            return None
         key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode(errors="replace")).digest()
         if (translation := self._translations.get(key)) is not None:
             return replace(grammar, kind="lark", source=translation)
@@ -52,9 +50,6 @@ class GrammarChecks:
         if reason:
             raise InvalidRequestError(f"{field}: {reason}", field)
         return grammar
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, grammar: Grammar) -> Grammar | str:
         if self._num_waiting >= _MAX_WAITING:

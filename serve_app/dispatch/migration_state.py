@@ -3,9 +3,7 @@ it to another engine.
 
 A death, a silence or a lack of memory counts against the limit, a drain does not. An engine that
 was dead before the request came, a full queue or a missing adapter is retried until the time limit
-of the current migration. A request whose engine died before it sent a token is a suspect; if its
-engine dies during its turn as a suspect, with no other newcomer there, it is quarantined. Reads
-errors and clocks, calls no engine.
+of the current migration. For suspects see `generation`. Reads errors and clocks, calls no engine.
 """
 
 from __future__ import annotations
@@ -16,12 +14,8 @@ import time
 
 from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFullError, RegistryUnavailableError
-from serve_app.dispatch.attempt import (
-    Attempt,
-    CallCancelledError,
-    CallParameters,
-    UnconnectedError,
-)
+from serve_app.dispatch.attempt import Attempt, CallCancelledError, UnconnectedError
+from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migrations import Migrations, ReplicaLeavesError, SilentEngineError
 from serve_app.errors import (
     AdapterUnsupportedError,
@@ -30,7 +24,7 @@ from serve_app.errors import (
     OverloadedError,
     RequestQuarantinedError,
 )
-from serve_app.metrics.migration import Reason
+from serve_app.metrics.ingress import Reason
 from serve_app.observe.record import Move
 
 logger = logging.getLogger(__name__)
@@ -47,14 +41,14 @@ class NotAcceptedError(EngineDeadError):
 class MigrationState:
     """A migration lasts from the loss of an engine to the first token of the next."""
 
-    def __init__(self, migrations: Migrations, parameters: CallParameters) -> None:
+    def __init__(self, migrations: Migrations, base: BaseHandle, *, is_copy: bool) -> None:
         self.avoid: frozenset[str] = frozenset()  # ids of the engines that the request left
         self.is_suspect = False
         self.num_deaths = 0
         self.deadline_s = 0.0  # of the current migration, on the monotonic clock
         self._migrations = migrations
-        self._parameters = parameters
-        self._limit = parameters.migration.limit
+        self._model_name, self._settings = base.base.name, base.migration
+        self._is_copy = is_copy
         self._reason: Reason | None = None  # of the current migration; None: there is none
         self.moves: list[Move] = []
         self._pause_s = _FIRST_PAUSE_S  # before its next retry
@@ -84,7 +78,7 @@ class MigrationState:
         if self._record_end(is_ok=True):
             if self._last_token_s is not None:
                 gap_s = now_s - self._last_token_s
-                self._migrations.metrics.gap(self._parameters.model_name, gap_s)
+                self._migrations.metrics.gap(self._model_name, gap_s)
             self.is_suspect = False
         self._last_token_s = now_s
 
@@ -96,13 +90,13 @@ class MigrationState:
     def _pause_after(
         self, error: BaseException, attempt: Attempt, engine_id: str | None, is_on_trial: bool
     ) -> float:
-        if self._limit == 0 or isinstance(error, NotAcceptedError):
+        if self._settings.limit == 0 or isinstance(error, NotAcceptedError):
             raise error
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
         elif _is_loss(error) and not (
             # Serve may send requests to a dead replica for some time: that is no second death.
-            engine_id is not None and self._migrations.was_lost_before(attempt, engine_id)
+            engine_id is not None and self._migrations.server.has_lost(engine_id, attempt.began_s)
         ):
             self._begin(_reason(error))
             self._suspect(error, attempt, engine_id, is_on_trial)
@@ -125,29 +119,30 @@ class MigrationState:
         self._reason = reason
         self.moves.append(Move(time.time(), reason))
         self._pause_s = _FIRST_PAUSE_S
-        self.deadline_s = time.monotonic() + self._parameters.migration.timeout_s
+        self.deadline_s = time.monotonic() + self._settings.timeout_s
 
     def _record_end(self, *, is_ok: bool) -> bool:
         """Counts the end of the current migration; returns False if there was none."""
         reason, self._reason = self._reason, None
         if reason is not None:
-            self._migrations.metrics.moved(self._parameters.model_name, reason, is_ok=is_ok)
+            result = "ok" if is_ok else "failed"
+            self._migrations.metrics.moves[self._model_name, reason, result] += 1
         return reason is not None
 
     def _end(self, error: Exception) -> None:
         """Counts a request that ends without its last token."""
-        metrics, model = self._migrations.metrics, self._parameters.model_name
+        metrics, model = self._migrations.metrics, self._model_name
         was_migrating = self._record_end(is_ok=False)
         if isinstance(error, AdapterUnsupportedError):
             return  # no engine would have answered it
         if isinstance(error, RequestQuarantinedError):
-            metrics.quarantined(model)
-        elif self._parameters.has_client and (was_migrating or isinstance(error, EngineDeadError)):
-            metrics.lost(model)
+            metrics.quarantined[model] += 1
+        elif not self._is_copy and (was_migrating or isinstance(error, EngineDeadError)):
+            metrics.lost[model] += 1
 
     def _count_death(self, error: BaseException) -> None:
         self.num_deaths += 1
-        if self.num_deaths > self._limit:
+        if self.num_deaths > self._settings.limit:
             raise error
 
     def _next_pause(self, error: BaseException) -> float:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
 from serve_app.errors import EngineGoneError
-from serve_app.metrics.migration import MigrationMetrics
+from serve_app.metrics.ingress import MigrationMetrics
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import DEPRIORITISE_S, SILENCE_S
 from serve_app.tasks import keep
@@ -39,26 +38,13 @@ class SilentEngineError(EngineGoneError):
     """The engine is connected, but no frame comes from it or its step does not end."""
 
 
-class RouterView(Protocol):
-    """The part of the router that migrations use."""
-
-    def placed_at(self, app_name: str, call_id: str) -> str | None:
-        """Returns the replica that a call was sent to, while the router remembers it."""
-        ...
-
-    def deprioritise(self, engine_id: str) -> None:
-        """Makes the engine the last choice until a frame comes from it."""
-        ...
-
-
 class SuspectQueue:
     """Requests that may have killed their engine go to the next engine in turn, so that another
     death shows which of them is guilty and no innocent request is convicted with it.
 
-    A request is a suspect if its engine died before it sent a token for it. The next suspect's turn
-    begins when the suspect before it got a token, failed or left. The turn of a suspect that saw
-    two or more deaths is exclusive: other requests that want an engine meanwhile wait, for a
-    bounded time. There is a queue for each base in each ingress replica.
+    The next suspect's turn begins when the suspect before it got a token, failed or left. The turn
+    of a suspect that saw two or more deaths is exclusive: other requests that want an engine
+    meanwhile wait, for a bounded time. There is a queue for each base in each ingress replica.
     """
 
     def __init__(self) -> None:
@@ -105,16 +91,18 @@ class Migrations:
     def __init__(
         self,
         server: StreamServer,
-        router: RouterView,
+        placed_at: Callable[[str, str], str | None],
+        deprioritise: Callable[[str], None],
         ingress: str,
         silence_s: float = SILENCE_S,
         shun_s: float = DEPRIORITISE_S,
     ) -> None:
+        """`placed_at` and `deprioritise`: see `routing.state`."""
         self.metrics = MigrationMetrics(ingress)
         self.quarantine = RequestQuarantine()
         self.has_silent_engine = False  # an engine is connected, but silent for `silence_s`
-        self._server = server
-        self._router = router
+        self.server = server
+        self._placed_at, self._deprioritise = placed_at, deprioritise
         self._silence_s, self._shun_s = silence_s, shun_s
         self._attempts: dict[str, set[Attempt]] = {}  # live, by application
         self._up: dict[str, frozenset[str]] = {}  # engine ids by application, as Serve's router has
@@ -123,14 +111,9 @@ class Migrations:
         self._suspects: dict[str, SuspectQueue] = {}  # by application
         # Engine id -> when it died, the attempts there without a token; the newest deaths.
         self._deaths: dict[str, tuple[float, frozenset[Attempt]]] = {}
-        self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._watch = keep(self._watch_engines, "watch-engines")
-
-    def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        keep(self._watch_engines, "watch-engines")
 
     def add(self, attempt: Attempt) -> None:
         self._attempts.setdefault(attempt.app_name, set()).add(attempt)
@@ -143,11 +126,7 @@ class Migrations:
 
     def engine_of(self, attempt: Attempt) -> str | None:
         """Returns the engine replica of this attempt; None while it is unknown."""
-        return attempt.stream.engine_id or self._router.placed_at(attempt.app_name, attempt.call_id)
-
-    def was_lost_before(self, attempt: Attempt, engine_id: str) -> bool:
-        """True if the engine disconnected before this attempt began and has not come back."""
-        return self._server.has_lost(engine_id, attempt.began_s)
+        return attempt.stream.engine_id or self._placed_at(attempt.app_name, attempt.call_id)
 
     def arrival(self, app_name: str) -> asyncio.Future[None]:
         """Returns a future that is done when Serve's router gets a new replica."""
@@ -209,20 +188,18 @@ class Migrations:
 
     def check_engines(self) -> None:
         """Fails the attempts whose engine is silent, or was found to be on a replica that left."""
-        silence_s = {
-            engine: self._server.silence_s(engine) or 0.0 for engine in self._server.engines
-        }
+        silence_s = {engine: self.server.silence_s(engine) or 0.0 for engine in self.server.engines}
         self.has_silent_engine = any(each_s > self._silence_s for each_s in silence_s.values())
         for engine_id, each_s in silence_s.items():
             if each_s > self._shun_s:
-                self._router.deprioritise(engine_id)
+                self._deprioritise(engine_id)
         for app_name, attempts in tuple(self._attempts.items()):
             self._leave_gone_replicas(app_name)
             for attempt in tuple(attempts):
                 if attempt.is_movable:
                     self._check_silence(attempt)
         for gone in self._gone.values():
-            gone &= self._server.engines
+            gone &= self.server.engines
 
     def _leave_gone_replicas(self, app_name: str) -> None:
         gone = self._gone.get(app_name)
@@ -232,14 +209,14 @@ class Migrations:
             engine_id = self.engine_of(attempt)
             if not attempt.is_movable or engine_id is None or engine_id not in gone:
                 continue
-            if engine_id in self._server.engines:
+            if engine_id in self.server.engines:
                 attempt.stream.fail(ReplicaLeavesError())
             else:  # it left because it died: its calls are about to report the same
                 attempt.stream.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
 
     def _check_silence(self, attempt: Attempt) -> None:
         engine_id = self.engine_of(attempt)
-        silence_s = None if engine_id is None else self._server.silence_s(engine_id)
+        silence_s = None if engine_id is None else self.server.silence_s(engine_id)
         if engine_id is None or silence_s is None:
             return
         if silence_s > self._shun_s and time.monotonic() - silence_s < attempt.began_s:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.types import Request, ResumedChoice, SamplingParams, TokenOutput
+from engine.types import Request, ResumedChoice, TokenOutput
 
 
 class Progress:
@@ -37,10 +37,6 @@ class Progress:
         """The requests for the first engine, each with a seed, so that a second engine draws the
         same tokens."""
         return tuple(self._requests.values())
-
-    @property
-    def is_done(self) -> bool:
-        return not self._open
 
     @property
     def open_requests(self) -> set[str]:
@@ -88,6 +84,9 @@ class Progress:
             is_untouched = len(choices) == request.params.n and not any(
                 choice.token_ids for choice in choices
             )
+            params = request.params
+            if request_id in self._has_prompt_logprobs:  # the client has them
+                params = replace(params, prompt_logprobs=None)
             engine_id = uuid.uuid4().hex
             self._engine_ids[request_id] = engine_id
             self._originals[engine_id] = request_id
@@ -95,7 +94,7 @@ class Progress:
                 replace(
                     request,
                     request_id=engine_id,
-                    params=self._remaining_params(request),
+                    params=params,
                     resumed=() if is_untouched else choices,
                 )
             )
@@ -123,12 +122,6 @@ class Progress:
             prompt = self._requests[request_id].prompt_token_ids
             num_cached = min(output.num_cached_tokens, len(prompt))
         return replace(output, request_id=request_id, num_cached_tokens=num_cached)
-
-    def _remaining_params(self, request: Request) -> SamplingParams:
-        """Leaves out the prompt's log-probabilities once the client has them."""
-        if request.request_id in self._has_prompt_logprobs:
-            return replace(request.params, prompt_logprobs=None)
-        return request.params
 
 
 def _with_seed(request: Request) -> Request:

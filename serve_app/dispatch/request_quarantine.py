@@ -29,21 +29,20 @@ _MAX_EXPORTED = 64  # the newest entries
 class RequestQuarantine:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._until_s: dict[bytes, float] = {}  # by fingerprint, the first to expire comes first
-        self._own: set[bytes] = set()  # fingerprints of requests that killed engines from here
+        # By fingerprint, the first to expire comes first; True: it killed engines from here.
+        self._entries: dict[bytes, tuple[float, bool]] = {}
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises RequestQuarantinedError. Computes no fingerprint while the quarantine is empty."""
-        if not self._until_s:
+        if not self._entries:
             return
         self._drop_expired()
-        if fingerprint(requests) in self._until_s:
+        if fingerprint(requests) in self._entries:
             raise RequestQuarantinedError
 
     def add(self, requests: Sequence[Request]) -> None:
         digest = fingerprint(requests)
-        self._own.add(digest)
-        self._hold(digest, self._now() + HELD_S)
+        self._hold(digest, self._now() + HELD_S, is_own=True)
         logger.error("request %s is quarantined: its engines died", digest.hex()[:16])
 
     def export(self) -> tuple[QuarantinedRequest, ...]:
@@ -51,33 +50,31 @@ class RequestQuarantine:
         a lost report does no harm."""
         self._drop_expired()
         now_s = self._now()
-        own = [(digest, s - now_s) for digest, s in self._until_s.items() if digest in self._own]
+        own = [(digest, s - now_s) for digest, (s, is_own) in self._entries.items() if is_own]
         return tuple(own[-_MAX_EXPORTED:])
 
     def merge(self, entries: Iterable[QuarantinedRequest]) -> None:
         """Adds the entries of the other ingress replicas."""
         now_s = self._now()
         for digest, left_s in entries:
-            if digest not in self._until_s:
-                self._hold(digest, now_s + min(left_s, HELD_S))
+            if digest not in self._entries:
+                self._hold(digest, now_s + min(left_s, HELD_S), is_own=False)
                 logger.error(
                     "request %s is quarantined: reported by another ingress", digest.hex()[:16]
                 )
 
-    def _hold(self, digest: bytes, until_s: float) -> None:
+    def _hold(self, digest: bytes, until_s: float, *, is_own: bool) -> None:
         self._drop_expired()
-        self._until_s[digest] = until_s
-        self._until_s = dict(sorted(self._until_s.items(), key=lambda item: item[1])[-MAX_HELD:])
-        self._own &= self._until_s.keys()
+        self._entries[digest] = until_s, is_own
+        self._entries = dict(sorted(self._entries.items(), key=lambda item: item[1])[-MAX_HELD:])
 
     def _drop_expired(self) -> None:
         now_s = self._now()
-        while self._until_s:
-            oldest = next(iter(self._until_s))
-            if self._until_s[oldest] > now_s:
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if self._entries[oldest][0] > now_s:
                 return
-            del self._until_s[oldest]
-            self._own.discard(oldest)
+            del self._entries[oldest]
 
 
 def fingerprint(requests: Sequence[Request]) -> bytes:

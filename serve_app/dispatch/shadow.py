@@ -16,8 +16,8 @@ from dataclasses import replace
 from engine.types import EngineLoad, Request
 from registry.entities import AdapterVersion, WeightedVersion
 from serve_app.canary.arm_stats import ArmStats
+from serve_app.dispatch.base_handle import NO_MIGRATION
 from serve_app.dispatch.completion import Completion, PreparedRequest
-from serve_app.dispatch.generation import NO_MIGRATION
 from serve_app.dispatch.migrations import Migrations
 from serve_app.errors import RequestQuarantinedError
 from serve_app.routing.request import make_routing_request
@@ -91,14 +91,15 @@ def is_busy(load: EngineLoad) -> bool:
 def _copy(prepared: PreparedRequest, version: AdapterVersion) -> PreparedRequest:
     """Returns the same work for `version`, without log-probabilities: the answer is discarded."""
     requests = tuple(_copy_request(request, version) for request in prepared.requests)
-    parameters = replace(prepared.parameters, migration=NO_MIGRATION, has_client=False)
+    handle, adapters = replace(prepared.handle, migration=NO_MIGRATION), (WeightedVersion(version),)
     return replace(
         prepared,
-        parameters=parameters,
+        handle=handle,
         body=prepared.body.model_copy(update={"stream": False, "stream_options": None}),
         requests=requests,
-        adapters=(WeightedVersion(version),),
-        routing=make_routing_request(requests, (WeightedVersion(version),), parameters.limits),
+        adapters=adapters,
+        routing=make_routing_request(requests, adapters, handle.description.limits),
+        is_copy=True,
     )
 
 

@@ -37,10 +37,9 @@ class WarmUps:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # (application, adapter)
         # (application, adapter, replica)
         self._failures: LruDict[tuple[str, str, str], _Failure] = LruDict(_MAX_FAILURES)
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = keep_polling(self._poll, _POLL_S, "warm-ups")
+    def start(self) -> asyncio.Task[None]:
+        return keep_polling(self._poll, _POLL_S, "warm-ups")
 
     def _poll(self) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -46,13 +46,11 @@ class EngineMetrics:
         model_name: str,
         engine: str,
         block_size: int,
-        max_adapters: int,
         limits: EngineLimits = _NO_LIMITS,
         kv_cache_dtype: str = "auto",
     ) -> None:
         self._own = {"model_name": model_name, "engine": engine}
         self._cache_config = {"block_size": str(block_size), "cache_dtype": kv_cache_dtype}
-        self._max_adapters = max_adapters
         self._limits = limits
         self._load = EngineLoad()
         self._live: dict[str, _Live] = {}
@@ -193,7 +191,7 @@ class EngineMetrics:
                 names = waiting if live.first_token_s is None else running
                 names.update(live.adapter.split(","))
         return {
-            "max_lora": str(self._max_adapters),
+            "max_lora": "0",  # the pool is limited by bytes, not by a number of adapters
             "waiting_lora_adapters": _join(waiting),
             "running_lora_adapters": _join(running),
         }

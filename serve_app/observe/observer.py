@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from serve_app.config import LoggingArgs, MetricsArgs, TracesArgs
-from serve_app.metrics.requests import RequestMetrics
 from serve_app.observe.record import RequestRecord
 from serve_app.observe.request_log import RequestLog
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.observe.traces import Tracer
 from serve_app.tenancy.caller import Caller
 
@@ -57,7 +56,7 @@ class RequestObserver:
         if record.end_s:
             return
         record.end(error)
-        sinks: list[Callable[[RequestRecord], None]] = [self._count]
+        sinks: list[Callable[[RequestRecord], None]] = [self.metrics.observe]
         if self.log is not None:
             sinks.append(self.log.write)
         if self._tracer is not None:
@@ -68,27 +67,12 @@ class RequestObserver:
             except Exception:
                 logger.exception("a finished request could not be recorded")
 
-    def on_exit(self, record: RequestRecord) -> Callable[..., None]:
-        """Returns a callback for `ExitStack.push` that ends the record."""
-
-        def exit_with(
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            self.end(record, error)
-
-        return exit_with
-
     def close(self) -> None:
         """Writes the rest of the log and of the traces."""
         if self.log is not None:
             self.log.close()
         if self._tracer is not None:
             self._tracer.close()
-
-    def _count(self, record: RequestRecord) -> None:
-        self.metrics.observe(record.finished(), is_known_tenant=bool(record.key_id))
 
 
 def open_observer(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from registry.catalog import Resolution
 from serve_app.canary.arm_stats import outcome_of
 from serve_app.errors import to_api_error
-from serve_app.metrics.requests import FinishedRequest
 from serve_app.routing.decisions import Decision
 from serve_app.routing.state import routing_state
 
@@ -64,9 +63,6 @@ class RequestRecord:
     def set_body(self, model: str, *, is_stream: bool) -> None:
         self.model, self.is_stream = model[:_MAX_MODEL_CHARS], is_stream
 
-    def set_route(self, resolution: Resolution, arm: str) -> None:
-        self.resolution, self.arm = resolution, arm
-
     def note_first_token(self, now_s: float) -> None:
         self.first_token_s = now_s
         if self.call is not None:
@@ -86,18 +82,3 @@ class RequestRecord:
         if error is not None and self.outcome != "left":
             api_error = to_api_error(error)
             self.status, self.error_code = api_error.status, api_error.code or ""
-
-    def finished(self) -> FinishedRequest:
-        resolution, outcome = self.resolution, self.outcome
-        adapter = None if resolution is None else resolution.adapter
-        is_good = outcome in ("ok", "empty")
-        return FinishedRequest(
-            "" if resolution is None else resolution.base.name,
-            "" if adapter is None else adapter.name,
-            self.tenant,
-            outcome,
-            self.prompt_tokens,
-            self.output_tokens,
-            self.first_token_s - self.arrival_s if self.first_token_s else None,
-            self.end_s - self.arrival_s if is_good else None,
-        )

@@ -15,7 +15,6 @@ import threading
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from itertools import count
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
@@ -68,7 +67,6 @@ class RequestLog:
             self._num_dropped += 1
 
     def text(self) -> bytes:
-        """Returns the metrics of the log."""
         num_lost = self._num_dropped + getattr(self._handler, "num_failed", 0)
         return as_text(counter("loraplex_request_log_dropped", num_lost, self._own))
 
@@ -161,16 +159,16 @@ def as_line(record: RequestRecord) -> str:
 def _own_file(path: Path) -> tuple[Path, TextIO]:
     """Returns the first of the paths NAME.jsonl, NAME-1.jsonl and so on that no other process
     writes, and the lock that reserves it. Raises OSError."""
-    for number in count():
+    number = 0
+    while True:
         own = path if not number else path.with_name(f"{path.stem}-{number}{path.suffix}")
         lock = open(own.with_name(f".{own.name}.lock"), "a", opener=_owner_only)  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return own, lock
         except BlockingIOError:
             lock.close()
-            continue
-        return own, lock
-    raise AssertionError
+            number += 1
 
 
 def _owner_only(path: str, flags: int) -> int:

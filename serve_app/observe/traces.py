@@ -61,7 +61,6 @@ class Tracer:
         return cls(BatchSpanProcessor(exporter), args.sample_ratio)
 
     def trace(self, record: RequestRecord) -> None:
-        """Makes the spans of a request that has ended."""
         operation = _OPERATIONS.get(record.path, "generate")
         name = f"{operation} {_model(record)}".rstrip()
         span = self._tracer.start_span(
@@ -83,29 +82,25 @@ class Tracer:
         return self._propagator.extract({k: v for k, v in carrier.items() if v}, Context())
 
     def _stages(self, record: RequestRecord, parent: Context, span: Span) -> None:
-        decision = record.decision
-        stages: list[tuple[str, float, float]] = []
-        if decision is not None:
-            chosen_s, first_s = decision.chosen_s, record.first_token_s
-            loaded_s = chosen_s + decision.adapter_wait_s
-            began_s = loaded_s + decision.engine_queue_s
-            stages.append(("queue", decision.asked_s - record.queue_s, decision.asked_s))
-            if decision.adapter is not None:
-                stages.append(("adapter_load", chosen_s, loaded_s))
-            stages.append(("engine_queue", loaded_s, began_s))
-            stages.append(("prefill", began_s, max(began_s, first_s)))
-            stages.append(("decode", first_s, record.end_s))
-        decode = span  # has the migrations of a request without a token
+        if (decision := record.decision) is None:  # it has no token
+            self._add_moves(record, span)
+            return
+        chosen_s, first_s = decision.chosen_s, record.first_token_s
+        loaded_s = chosen_s + decision.adapter_wait_s
+        began_s = loaded_s + decision.engine_queue_s
+        stages = [("queue", decision.asked_s - record.queue_s, decision.asked_s)]
+        if decision.adapter is not None:
+            stages.append(("adapter_load", chosen_s, loaded_s))
+        stages.append(("engine_queue", loaded_s, began_s))
+        stages.append(("prefill", began_s, max(began_s, first_s)))
+        stages.append(("decode", first_s, record.end_s))
         for name, start_s, end_s in stages:
             child = self._tracer.start_span(name, parent, start_time=_ns(start_s))
-            if name == "adapter_load" and decision is not None:
+            if name == "adapter_load":
                 child.set_attribute("loraplex.adapter.found_in", decision.adapter_tier)
             if name == "decode":
-                decode = child
-                self._add_moves(record, decode)
+                self._add_moves(record, child)
             child.end(_ns(end_s))
-        if decode is span:
-            self._add_moves(record, span)
 
     def _add_moves(self, record: RequestRecord, span: Span) -> None:
         for move in record.moves:

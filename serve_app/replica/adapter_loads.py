@@ -30,7 +30,7 @@ from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.metrics.replica import LoadTimes
 from serve_app.platform_view import RegistryReader
 from serve_app.ray_calls import root_cause
-from serve_app.tasks import share
+from serve_app.tasks import has_failed, share
 from serve_app.text.adapter_text import own_files, read_adapter_files
 from serve_app.text.base_text import read_files
 
@@ -90,11 +90,11 @@ class AdapterLoads:
         failure fails them all, and the next call tries again."""
         self._versions[adapter.digest] = adapter
         task = self._tasks.get(adapter.digest)
-        if task is not None and _has_succeeded(task):
+        if task is not None and task.done() and not has_failed(task):
             return LoadResult(task, None)
         if task is None or task.done():
             task = share(self._load(adapter), "load-adapter")
-            task.add_done_callback(_retrieve_failure)
+            task.add_done_callback(has_failed)  # reads the error: all callers may have left
             self._tasks[adapter.digest] = task
         return LoadResult(task, await asyncio.shield(task))  # a cancelled caller does not stop it
 
@@ -142,10 +142,8 @@ class AdapterLoads:
             )
         except UnsupportedModelError as error:
             raise _unsupported(adapter, error) from None
-        except QuarantinedError as error:
-            raise _unavailable(adapter, error, error.retry_after_s) from None
-        except ArtifactError as error:
-            raise _unavailable(adapter, error, _FIRST_RETRY_S) from None
+        except (QuarantinedError, ArtifactError) as error:
+            raise _unavailable(adapter, error) from None
 
     def _read_own_text(self, adapter: AdapterVersion, base_folder: Path) -> dict[str, bytes]:
         folder = self._registry.fetch(adapter)
@@ -196,12 +194,10 @@ class AdapterLoads:
         except REFUSALS as error:
             self._refused.add(adapter.digest, str(error))
             raise _unsupported(adapter, error) from None
-        except QuarantinedError as error:
-            raise _unavailable(adapter, error, error.retry_after_s) from error
-        except ArtifactError as error:
-            raise _unavailable(adapter, error, _FIRST_RETRY_S) from error
+        except (QuarantinedError, ArtifactError) as error:
+            raise _unavailable(adapter, error) from error
         except RayTaskError as error:
-            raise _unavailable(adapter, root_cause(error), _OTHER_RETRY_S) from None
+            raise _unavailable(adapter, root_cause(error)) from None
         self._refused.clear(adapter.digest)
         self.times.observe(source, time.monotonic() - began_s)
         self._has_loaded.set()
@@ -235,25 +231,13 @@ class AdapterLoads:
             delay_s = min(2 * delay_s, max_delay_s)
 
 
-def _has_succeeded(task: asyncio.Task[Source]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _retrieve_failure(task: asyncio.Task[Source]) -> None:
-    """Keeps asyncio from logging a failure as unretrieved when all waiting callers were
-    cancelled."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _unsupported(adapter: AdapterVersion, error: Exception) -> AdapterUnsupportedError:
-    return AdapterUnsupportedError(
-        f"The adapter {adapter.name!r} version {adapter.version} cannot be served: {error}"
-    )
+    return AdapterUnsupportedError.of(adapter.name, adapter.version, error)
 
 
-def _unavailable(
-    adapter: AdapterVersion, error: BaseException, retry_after_s: int
-) -> ServiceUnavailableError:
+def _unavailable(adapter: AdapterVersion, error: BaseException) -> ServiceUnavailableError:
+    retry_s = _FIRST_RETRY_S if isinstance(error, ArtifactError) else _OTHER_RETRY_S
+    if isinstance(error, QuarantinedError):
+        retry_s = error.retry_after_s
     message = f"The adapter {adapter.name!r} cannot be loaded: {error}"
-    return ServiceUnavailableError(message, retry_after_s)
+    return ServiceUnavailableError(message, retry_s)

@@ -15,7 +15,6 @@ import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import ray
 
@@ -321,35 +320,28 @@ class EngineActor(EngineHost):
         """`factory`: "module:function", imported only here. `stall_timeout_s`: as in
         `EngineHost`."""
         install(log_format())
-        self._config = config
-        self._factory = factory
+        self._config, self._factory = config, factory
         self._labels = {"process": "engine", "model_name": model_name, "engine": engine_id}
-        # max_lora is 0: the pool is limited by bytes, not by a number of adapters.
-        self._new_metrics = partial(
-            EngineMetrics,
-            model_name,
-            engine_id,
-            config.block_size,
-            0,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
-        self._engine_id, self._stall_timeout_s = engine_id, stall_timeout_s
+        self._names = model_name, engine_id
+        self._stall_timeout_s = stall_timeout_s
 
     async def open(self) -> EngineLimits:
         """Loads the model (minutes for a large model), becomes its host and begins to serve. Raises
         the factory's error: a constructor's error would reach the replica as text only."""
         # A GPU's driver starts threads that stay, and they would keep a lower priority.
         # Other ranks' processes inherit the priority for all their life.
-        can_lower = self._config.device == "cpu" and self._config.tensor_parallel_size == 1
+        config, (model_name, engine_id) = self._config, self._names
+        can_lower = config.device == "cpu" and config.tensor_parallel_size == 1
         engine = await (in_background if can_lower else asyncio.to_thread)(self._open)
-        metrics = self._new_metrics(engine.model_limits)
-        super().__init__(engine, self._engine_id, metrics, self._stall_timeout_s)
+        limits, dtype = engine.model_limits, config.kv_cache_dtype
+        metrics = EngineMetrics(model_name, engine_id, config.block_size, limits, dtype)
+        super().__init__(engine, engine_id, metrics, self._stall_timeout_s)
         # The present objects stay for good. A collection that visits them takes 150 ms, in which no
         # thread steps: each stream had a gap of as much from time to time.
         gc.collect()
         gc.freeze()
         self.start()
-        return engine.model_limits
+        return limits
 
     def _open(self) -> EngineInterface:
         factory: EngineFactory = pkgutil.resolve_name(self._factory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
-from typing import Protocol
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,22 +24,11 @@ _EDGE = 1e-6  # of a bucket's width: values keep away from its ends
 Labels = tuple[tuple[str, str], ...]
 
 
-class RayMetrics(Protocol):
-    """The part of `ray.util.metrics` that is used here."""
-
-    @property
-    def Counter(self) -> type[ray_metrics.Counter]: ...
-    @property
-    def Gauge(self) -> type[ray_metrics.Gauge]: ...
-    @property
-    def Histogram(self) -> type[ray_metrics.Histogram]: ...
-
-
 class RayExport:
     """The families of an engine in Ray's registry of this process. Not for several threads at
     once."""
 
-    def __init__(self, ray: RayMetrics = ray_metrics) -> None:
+    def __init__(self, ray: Any = ray_metrics) -> None:
         self._ray = ray
         self._families: dict[str, ray_metrics.Metric] = {}
         self._last: dict[tuple[str, Labels], tuple[float, ...]] = {}

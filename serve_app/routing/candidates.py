@@ -29,7 +29,7 @@ class CandidateSampler:
         """`num_random`: candidates drawn at random for each request."""
         self._draw = draw
         self._num_random = num_random
-        self._replicas: Sequence[ReplicaView] = ()
+        self.all: Sequence[ReplicaView] = ()
         self._by_id: dict[str, ReplicaView] = {}
         # The replicas that requests with an adapter, session or prefix digest went to.
         self._adapters: LruDict[str, tuple[str, ...]] = LruDict(_MAX_ADAPTERS)
@@ -38,27 +38,19 @@ class CandidateSampler:
 
     def set_replicas(self, replicas: Sequence[ReplicaView]) -> bool:
         """Returns False, at little cost, if it is the same sequence as before."""
-        if replicas is self._replicas and len(replicas) == len(self._by_id):
+        if replicas is self.all and len(replicas) == len(self._by_id):
             return False
-        self._replicas = replicas
+        self.all = replicas
         self._by_id = {replica.replica_id: replica for replica in replicas}
         return True
-
-    @property
-    def all(self) -> Sequence[ReplicaView]:
-        return self._replicas
-
-    @property
-    def replica_ids(self) -> tuple[str, ...]:
-        return tuple(self._by_id)
 
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._by_id.get(replica_id)
 
     def candidates(self, request: RoutingRequest, homes: Sequence[str] = ()) -> list[ReplicaView]:
         """Returns at least one replica, unless there are none. `homes`: of the adapter."""
-        if len(self._replicas) <= ALL_UP_TO:
-            return list(self._replicas)
+        if len(self.all) <= ALL_UP_TO:
+            return list(self.all)
         if len(homes) > _MAX_HOMES:
             homes = self._draw.sample(homes, _MAX_HOMES)
         named = self._known((*homes, *self._recent(request)))
@@ -69,7 +61,7 @@ class CandidateSampler:
 
     def sample(self, count: int) -> list[ReplicaView]:
         """Draws `count` replicas at random, or all of them if there are fewer."""
-        replicas = self._replicas
+        replicas = self.all
         if count >= len(replicas):
             return self._draw.sample(replicas, len(replicas))
         places = range(len(replicas))
@@ -83,7 +75,7 @@ class CandidateSampler:
         """Remembers where the request went."""
         if request.session is not None:
             self._sessions.put(_session_key(request.session), replica_id)
-        if len(self._replicas) <= ALL_UP_TO:
+        if len(self.all) <= ALL_UP_TO:
             return
         if request.adapter is not None:
             places = self._adapters.get(request.adapter) or ()

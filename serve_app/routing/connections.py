@@ -5,9 +5,9 @@ not connected to dial, and reports changes of the replicas. Runs in the ingress'
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from ray.exceptions import RayError
@@ -15,8 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
-from serve_app.metrics.ingress import RoutingCounts
-from serve_app.routing.state import RoutingListener, RoutingState, routing_state
+from serve_app.routing.state import RoutingState, routing_state
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import keep_polling, spawn
 
@@ -25,16 +24,16 @@ _MAX_PAUSE_S = 5.0  # between two calls to engines that do not dial
 _CALL_TIMEOUT_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class _Base:
     """A base application that requests are sent to."""
 
-    def __init__(self, name: str, handle: DeploymentHandle[object], state: RoutingState) -> None:
-        self.name = name
-        self.handle = handle
-        self.state = state
-        self.pause_s = _POLL_S
-        self.due_s = 0.0  # when the engines that are not connected may be called again
-        self.call: asyncio.Task[None] | None = None
+    name: str
+    handle: DeploymentHandle[object]
+    state: RoutingState
+    pause_s: float = _POLL_S
+    due_s: float = 0.0  # when the engines that are not connected may be called again
+    call: asyncio.Task[None] | None = None
 
 
 class EngineConnections:
@@ -49,60 +48,41 @@ class EngineConnections:
         self._stream = stream
         self._call_placed = call_placed
         self._replicas_changed = replicas_changed
-        self._bases: dict[str, _Base] = {}  # by application
+        self.bases: dict[str, _Base] = {}  # by application
         self._listening: set[str] = set()  # applications that were ever added
-        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep_polling(self.poll, _POLL_S, "engine-connections")
+        keep_polling(self.poll, _POLL_S, "engine-connections")
 
     def add_base(
         self, app_name: str, name: str, handle: DeploymentHandle[object], limits: EngineLimits
     ) -> None:
         """Connects the engines of a base. Ignores a base that is there with the same handle."""
-        known = self._bases.get(app_name)
+        known = self.bases.get(app_name)
         if known is not None and known.handle is handle:
             return
         state = routing_state(app_name)
         state.views.set_limits(limits)
-        self._bases[app_name] = _Base(name, handle, state)
+        self.bases[app_name] = _Base(name, handle, state)
         if app_name not in self._listening:
             self._listening.add(app_name)
             in_loop = asyncio.get_running_loop().call_soon_threadsafe
             state.add_listener(
-                RoutingListener(
-                    partial(in_loop, self._update_replicas, app_name),
-                    partial(self._call_placed, app_name),
-                )
+                partial(in_loop, self._update_replicas, app_name),
+                partial(self._call_placed, app_name),
             )
         self._update_replicas(app_name)
 
     def remove_base(self, app_name: str) -> None:
         """Ends the calls to the engines of a base. Its placed calls are still reported: Serve may
         hold calls that were sent before, and places them when it has a replica again."""
-        self._bases.pop(app_name, None)
-
-    @property
-    def states(self) -> Sequence[RoutingState]:
-        return [base.state for base in self._bases.values()]
-
-    def routed(self) -> list[RoutingCounts]:
-        """Returns the counts by base name: two versions of a base may be here at once."""
-        counts: dict[str, RoutingCounts] = {}
-        for base in self._bases.values():
-            before = counts.get(base.name, RoutingCounts(base.name, Counter(), 0))
-            decisions = base.state.decisions
-            reasons = Counter(before.reasons) + decisions.reasons
-            hits = before.affinity_hits + decisions.affinity_hits
-            before.expected_ratio.include(decisions.expected_ratio)
-            counts[base.name] = RoutingCounts(base.name, reasons, hits, before.expected_ratio)
-        return list(counts.values())
+        self.bases.pop(app_name, None)
 
     def poll(self) -> None:
         """Asks the engines of each base to dial if any of them is not connected and no such call
         was made recently."""
         engines, now_s = self._stream.engines, asyncio.get_running_loop().time()
-        for base in self._bases.values():
+        for base in self.bases.values():
             if all(view.replica_id in engines for view in base.state.views.replicas):
                 base.pause_s = _POLL_S
             elif now_s >= base.due_s and (base.call is None or base.call.done()):
@@ -111,7 +91,7 @@ class EngineConnections:
                 base.call = spawn(self._ask_to_dial(base), "attend-engines")
 
     def _update_replicas(self, app_name: str) -> None:
-        base = self._bases.get(app_name)
+        base = self.bases.get(app_name)
         if base is None:
             return
         base.pause_s, base.due_s = _POLL_S, 0.0

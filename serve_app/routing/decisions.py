@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.messages import RoutingRequest
+from serve_app.metrics.exposition import as_text, counter, histogram
 from serve_app.metrics.histograms import RATIOS, Histogram
 from serve_app.routing.policy import Ranked
 from serve_app.routing.score import Terms
@@ -120,3 +121,21 @@ class Decisions:
         if decision.expected is not None and decision.answer_s > 0:
             self.expected_ratio.observe(decision.expected.total_s / decision.answer_s)
         return decision
+
+
+def decisions_text(decisions: Iterable[tuple[str, Decisions]], ingress: str) -> bytes:
+    """`decisions`: with the name of their base, which two versions of it have."""
+    reasons: Counter[tuple[str, str]] = Counter()
+    hits: Counter[str] = Counter()
+    ratios: dict[str, Histogram] = {}
+    for name, one in decisions:
+        for reason, count in one.reasons.items():
+            reasons[name, reason] += count
+        hits[name] += one.affinity_hits
+        ratios.setdefault(name, Histogram(RATIOS)).include(one.expected_ratio)
+    own, model = {"ingress": ingress}, "model_name"
+    return as_text(
+        counter("loraplex_router_decisions", reasons, own, model, "reason"),
+        counter("loraplex_router_affinity_hits", hits, own, model),
+        histogram("loraplex_router_expected_ttft_ratio", ratios, own, model),
+    )

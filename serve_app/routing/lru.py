@@ -18,9 +18,6 @@ class LruDict(Generic[Key, Value]):
         # A plain dict finds its first entry past the holes of all that left: 150 us at 2**18.
         self._entries: OrderedDict[Key, Value] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Key) -> Value | None:
         return self._entries.get(key)
 

@@ -11,7 +11,7 @@ import pkgutil
 import reprlib
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Protocol, cast, get_args, get_type_hints
+from typing import cast, get_args, get_type_hints
 
 from engine.types import key_digests
 from serve_app.messages import RoutingRequest
@@ -24,15 +24,6 @@ Option = bool | int | float | str
 
 class PolicyError(ValueError):
     """The policy of the configuration cannot be made."""
-
-
-class PolicyArgs(Protocol):
-    """The fields of `config.RouterArgs`."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Option]: ...
 
 
 class RoundRobin(BasePolicy):
@@ -134,34 +125,34 @@ POLICIES: Mapping[str, type[Policy]] = {
 _NAMES = ", ".join(POLICIES)
 
 
-def check_policy(args: PolicyArgs) -> None:
+def check_policy(name: str, options: Mapping[str, Option]) -> None:
     """Checks the policy's name, and the options if it is in `POLICIES`. Imports no module, because
-    `args` may come from an untrusted writer. PolicyError names the field and its value."""
-    if args.policy in POLICIES:
-        make_policy(args)
-    elif ":" not in args.policy:
-        raise PolicyError(f"policy {args.policy[:100]!r} is none of {_NAMES}, nor a 'module:Class'")
+    both may come from an untrusted writer. PolicyError names the field and its value."""
+    if name in POLICIES:
+        make_policy(name, options)
+    else:
+        _check_path(name)
 
 
-def make_policy(args: PolicyArgs) -> Policy:
+def make_policy(name: str, options: Mapping[str, Option]) -> Policy:
     """Makes the policy. PolicyError names the field and its value. Imports the module of a
     `module:Class`, so only a configuration file may name one."""
-    kind = POLICIES.get(args.policy) or _load(args.policy)
-    _check_options(args, kind)
+    kind = POLICIES.get(name) or _load(name)
+    _check_options(name, options, kind)
     try:
-        policy: Policy = kind(**args.options)
+        policy: Policy = kind(**options)
     except Exception as error:  # a user's class may raise anything, the product's OverflowError
-        raise PolicyError(f"options {_shown_options(args)}: {error}") from error
+        raise PolicyError(f"options {reprlib.repr(dict(options))}: {error}") from error
     return policy
 
 
-def _shown_options(args: PolicyArgs) -> str:
-    return reprlib.repr(dict(args.options))
+def _check_path(path: str) -> None:
+    if ":" not in path:
+        raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, nor a 'module:Class'")
 
 
 def _load(path: str) -> type[Policy]:
-    if ":" not in path:
-        raise PolicyError(f"policy {path[:100]!r} is none of {_NAMES}, nor a 'module:Class'")
+    _check_path(path)
     try:
         kind = pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
@@ -175,7 +166,7 @@ def _load(path: str) -> type[Policy]:
     return cast("type[Policy]", kind)
 
 
-def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
+def _check_options(policy: str, options: Mapping[str, Option], kind: type[Policy]) -> None:
     """Checks the options' names and plain types against the constructor's annotations."""
     if kind.__init__ is object.__init__:
         known: Mapping[str, inspect.Parameter] = {}
@@ -183,12 +174,10 @@ def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
         known = dict(list(inspect.signature(kind.__init__).parameters.items())[1:])
     takes_any = any(option.kind is option.VAR_KEYWORD for option in known.values())
     hints = get_type_hints(kind.__init__) if known else {}
-    for name, value in args.options.items():
+    for name, value in options.items():
         if name not in known and not takes_any:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise PolicyError(
-                f"options.{name[:100]}: policy {args.policy!r} does not have it; {has}"
-            )
+            raise PolicyError(f"options.{name[:100]}: policy {policy!r} does not have it; {has}")
         hint = hints.get(name)
         wanted: Sequence[type] = get_args(hint) or (hint,) if hint is not None else ()
         if wanted and not _fits(value, wanted):
@@ -197,9 +186,6 @@ def _check_options(args: PolicyArgs, kind: type[Policy]) -> None:
 
 
 def _fits(value: Option, wanted: Sequence[type]) -> bool:
-    if float in wanted and type(value) is int:
-        return True
-    plain = [kind for kind in wanted if kind in (bool, int, float, str)]
-    return type(value) in plain or len(plain) < len(
-        [kind for kind in wanted if kind is not NoneType]
-    )
+    kinds = set(wanted) - {NoneType}
+    is_plain = kinds <= {bool, int, float, str}
+    return not is_plain or type(value) in kinds or (float in kinds and type(value) is int)

@@ -52,7 +52,7 @@ class BasePolicy:
         self, request: RoutingRequest, replicas: Sequence[ReplicaView], now_s: float
     ) -> list[Ranked]:
         if self._sampler.set_replicas(replicas):
-            self.changed(self._sampler.replica_ids)
+            self.changed([replica.replica_id for replica in replicas])
         if request.only is not None and (wanted := self._sampler.get(request.only)) is not None:
             return [Ranked(wanted, expected_ttft(request, wanted, now_s), "only")]
         ranked = self._order(request, now_s)

@@ -25,31 +25,27 @@ def make_routing_request(
     """Returns the routing request of a submit call. `requests`: one for each prompt; without any,
     while the prompts are not known, sizes are 0. `tenant` and `priority`: see `Tenants.account`."""
     key = adapter_key(adapters)
-    call_id = ""
+    # The engine finds the place by the adapter's own file: these names are a hint.
+    invocation = adapters[0].version.invocation if adapters else ()
+    places = [
+        find_activation(r.prompt_token_ids, invocation) if invocation else 0 for r in requests
+    ]
+    num_base_tokens = sum(
+        len(r.prompt_token_ids) if place is None else place
+        for r, place in zip(requests, places, strict=True)
+    )
     prefixes: tuple[int, ...] = ()
-    num_base_tokens = 0
     if requests:
-        first = requests[0]
-        call_id = first.request_id
-        # The engine finds the place by the adapter's own file: these names are a hint.
-        invocation = adapters[0].version.invocation if adapters else ()
-        places = [
-            find_activation(r.prompt_token_ids, invocation) if invocation else 0 for r in requests
-        ]
-        num_base_tokens = sum(
-            len(r.prompt_token_ids) if place is None else place
-            for r, place in zip(requests, places, strict=True)
-        )
-        active_from = places[0] if invocation else None
+        first, place = requests[0], places[0]
         prefixes = prefix_digests(
             first.prompt_token_ids,
-            key if active_from is not None or not invocation else None,
+            None if place is None else key,
             first.cache_salt,
             limits.prefix_chunk,
-            active_from=active_from,
+            active_from=place if invocation else None,
         )
     return RoutingRequest(
-        call_id,
+        requests[0].request_id if requests else "",
         num_tokens=sum(request.num_tokens for request in requests),
         num_sequences=sum(len(r.resumed) or r.params.n for r in requests),
         adapter=key,

@@ -25,8 +25,7 @@ from serve_app.messages import RoutingRequest
 from serve_app.routing.view import ReplicaView
 
 # Used until an engine has measured its own steps and loads: for the first requests only.
-_UNKNOWN_STEP_S = 0.01
-_UNKNOWN_TOKEN_S = 0.0001
+_UNKNOWN_STEPS_S = (0.01, 0.0001, 0.0)
 _UNKNOWN_HOST_S, _UNKNOWN_DISK_S, _UNKNOWN_REGISTRY_S = 0.01, 0.2, 1.0
 
 
@@ -127,12 +126,10 @@ def _load_s(adapter: str, replica: ReplicaView) -> float:
 
 def _steps(replica: ReplicaView) -> tuple[float, float, float]:
     """Returns the seconds of a step itself, of a prompt token and of a decoding sequence in it."""
-    load, of_base = replica.load, replica.estimates
+    load = replica.load
     if load.step_fixed_s or load.step_token_s:
         return load.step_fixed_s, load.step_token_s, load.step_sequence_s
-    if of_base.step_fixed_s or of_base.step_token_s:
-        return of_base.step_fixed_s, of_base.step_token_s, of_base.step_sequence_s
-    return _UNKNOWN_STEP_S, _UNKNOWN_TOKEN_S, 0.0
+    return replica.estimates.steps_s or _UNKNOWN_STEPS_S
 
 
 def _is_blocked(request: RoutingRequest, replica: ReplicaView) -> bool:

@@ -35,14 +35,6 @@ logger = logging.getLogger(__name__)
 _MAX_OTHERS = 16  # replicas that the policy left out, tried after its own
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """`config.RouterArgs` as Serve passes it."""
-
-    policy: str
-    options: dict[str, bool | int | float | str]
-
-
 @dataclass(slots=True)
 class _Waiting:
     pending: PendingRequest
@@ -58,7 +50,7 @@ class LoraplexRouter(RequestRouter):
         self._by_metadata: dict[int, _Waiting] = {}  # by the identity of a request's metadata
         self._watched: set[str] = set()  # ids of calls whose routing task has a done-callback
         options = cast(dict[str, bool | int | float | str], kwargs.get("options") or {})
-        self._state.set_policy(_Settings(str(kwargs.get("policy")), options))
+        self._state.set_policy(str(kwargs.get("policy")), options)
 
     async def choose_replicas(
         self,

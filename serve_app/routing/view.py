@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, key_digests
 from serve_app.messages import RoutingRequest
+from serve_app.stream.wire import NOT_MEASURED, LoadSeconds
 
 # A request counts at most so long if its engine never accepts it and its call reports no end.
 _MAX_PLACED_S = 30.0
@@ -25,26 +26,15 @@ _LOAD_WEIGHT = 0.2  # of a replica's new measurement in the base's load times
 _OVERHEAD_STEP, _MIN_OVERHEAD_S = 0.05, 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSeconds:
-    """The seconds until an adapter can be used, by the tier that holds it, as the engine replica
-    measured them; 0 if not yet measured."""
-
-    host: float = 0.0
-    disk: float = 0.0
-    registry: float = 0.0
-
-
 @dataclass(slots=True)
 class BaseEstimates:
     """Estimates that all replicas of a base share and contribute to. So a replica without
     measurements looks no worse than the others, and a fetch looks no faster at the replica that
-    happened to measure a fast one. 0 if unknown."""
+    happened to measure a fast one. 0 or None if unknown."""
 
-    load_s: LoadSeconds = LoadSeconds()
-    step_fixed_s: float = 0.0
-    step_token_s: float = 0.0
-    step_sequence_s: float = 0.0
+    load_s: LoadSeconds = NOT_MEASURED
+    # Of a step itself, of a prompt token and of a decoding sequence in it
+    steps_s: tuple[float, float, float] | None = None
     # The network and other overhead of a first token (see `score`): about the median, so that a
     # few slow requests move it little.
     overhead_s: float = 0.0
@@ -59,18 +49,11 @@ class BaseEstimates:
 
     def learn_load(self, measured: LoadSeconds) -> None:
         """Includes a replica's new measurement."""
-        known = self.load_s
-        self.load_s = LoadSeconds(
-            _mixed(known.host, measured.host),
-            _mixed(known.disk, measured.disk),
-            _mixed(known.registry, measured.registry),
-        )
+        self.load_s = LoadSeconds(*map(_mixed, self.load_s, measured))
 
     def learn_steps(self, load: EngineLoad) -> None:
         if load.step_fixed_s or load.step_token_s:
-            self.step_fixed_s = load.step_fixed_s
-            self.step_token_s = load.step_token_s
-            self.step_sequence_s = load.step_sequence_s
+            self.steps_s = load.step_fixed_s, load.step_token_s, load.step_sequence_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +72,7 @@ class ReplicaView:
     replica_id: str
     limits: EngineLimits
     load: EngineLoad = field(default_factory=EngineLoad)
-    load_s: LoadSeconds = LoadSeconds()
+    load_s: LoadSeconds = NOT_MEASURED
     is_draining: bool = False
     # Its frames arrive and its steps end in time; otherwise the values are old or not known yet.
     is_connected: bool = False
@@ -116,17 +99,9 @@ class ReplicaView:
         return self.load.num_running + self.load.num_waiting + self.placed_sequences
 
     @property
-    def num_placed(self) -> int:
-        return len(self._placed)
-
-    @property
-    def kv_usage(self) -> float:
-        return self.load.kv_usage
-
-    @property
     def free_kv_tokens(self) -> int:
         """The KV tokens available without waiting for a running sequence to end."""
-        return round((1 - self.kv_usage) * self.limits.max_kv_tokens)
+        return round((1 - self.load.kv_usage) * self.limits.max_kv_tokens)
 
     def has_adapter(self, adapter: str | None) -> bool:
         """Returns True if all adapters of the key are in device or host memory, at most
@@ -170,12 +145,18 @@ class ReplicaView:
             with self._lock:
                 self._remove(call_id)
 
-    def observe(self, load: EngineLoad, now_s: float, *, is_stalled: bool = False) -> None:
-        """Applies a frame. `is_stalled`: the step under way is overdue. The sets of adapters
-        are rebuilt only when they changed."""
-        if load.adapters_on_device != self.load.adapters_on_device:
+    def observe(
+        self,
+        load: EngineLoad,
+        now_s: float,
+        *,
+        is_stalled: bool = False,
+        same_adapters: bool = False,
+    ) -> None:
+        """Applies a frame. `is_stalled`: the step under way is overdue. `same_adapters`: see
+        `Step`."""
+        if not same_adapters:
             self.on_device = frozenset(load.adapters_on_device)
-        if load.adapters_on_host != self.load.adapters_on_host:
             self.on_host = frozenset(load.adapters_on_host)
         self.load = load
         self.updated_s = now_s
@@ -185,20 +166,11 @@ class ReplicaView:
             with self._lock:
                 self._expire(now_s)
 
-    def observe_disk(self, digests: Iterable[str]) -> None:
-        """Replaces the set of adapters on the disk of the engine's node."""
-        self.on_disk = frozenset(digests)
-
     def observe_load_s(self, measured: LoadSeconds) -> None:
         """Applies the load times that the engine replica measured."""
         if measured != self.load_s:
             self.load_s = measured
             self.estimates.learn_load(measured)
-
-    def deprioritise(self) -> None:
-        """Keeps new requests away until the next frame. The connection lives on, so its prefixes
-        stay: the engine does not send them again."""
-        self.is_connected = False
 
     def disconnect(self) -> None:
         """Marks the end of the connection. The next connection sends all prefixes again."""
@@ -253,12 +225,7 @@ class ReplicaViews:
         self._connected = {} if connected is None else connected
         self._lock = lock or threading.Lock()
         self._by_id: dict[str, ReplicaView] = {}
-        self._replicas: tuple[ReplicaView, ...] = ()
-
-    @property
-    def replicas(self) -> tuple[ReplicaView, ...]:
-        """The present replicas; the same tuple as long as the set does not change."""
-        return self._replicas
+        self.replicas: tuple[ReplicaView, ...] = ()  # the same tuple as long as the set is the same
 
     def get(self, replica_id: str) -> ReplicaView | None:
         return self._by_id.get(replica_id)
@@ -280,7 +247,7 @@ class ReplicaViews:
                 view = self._connected.get(replica_id) or ReplicaView(replica_id, self.limits)
                 view.limits, view.estimates = self.limits, self.estimates
                 by_id[replica_id] = view
-            self._by_id, self._replicas = by_id, tuple(by_id.values())
+            self._by_id, self.replicas = by_id, tuple(by_id.values())
         return True
 
 

@@ -102,7 +102,6 @@ class IngressLink(asyncio.Protocol):
     def send(self, outputs: Sequence[TokenOutput] = (), *, is_step: bool = True) -> None:
         """Is called once after each change of the snapshot. Sends a frame or, while the ingress
         is slow, adds to the next frame."""
-        snapshot = self._snapshot
         if is_step and self._accepted:
             self._counted += self._accepted
             self._accepted.clear()
@@ -115,6 +114,7 @@ class IngressLink(asyncio.Protocol):
             if self._waiting_bytes > MAX_WAITING_BYTES:
                 self._cut()
         elif self._transport is not None and self.is_open:
+            snapshot = self._snapshot
             frame = snapshot.shared_frame(self._same)
             self._sent_adapters, self._sent_disk = snapshot.adapters, snapshot.on_disk
             self._transport.write(frame)
@@ -212,7 +212,12 @@ class IngressLink(asyncio.Protocol):
         return self._sent_adapters is snapshot.adapters, self._sent_disk is snapshot.on_disk
 
     def _frame(self, outputs: Sequence[Output]) -> bytes:
-        return self._snapshot.frame_for(outputs, self._counted, self._changes, self._same)
+        snapshot, changes, counted, same = self._snapshot, self._changes, self._counted, self._same
+        if changes is None:
+            return snapshot.frame_for(outputs, counted, tuple(snapshot.prefixes), (), True, same)
+        cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
+        evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
+        return snapshot.frame_for(outputs, counted, cached, evicted, False, same)
 
     def _write(self, frame: bytes) -> None:
         """Sends a frame that brings the ingress up to date."""

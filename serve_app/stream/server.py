@@ -16,10 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Protocol, cast
-
-import msgspec
 
 from engine.errors import EngineDeadError
 from engine.types import EngineLoad, TokenOutput
@@ -52,7 +49,7 @@ class EngineListener(Protocol):
     """Called in the server's event loop."""
 
     def frame_received(self, engine_id: str, step: Step) -> None:
-        """Is called after a frame's tokens are delivered; the load has all its digests."""
+        """Is called after a frame's tokens are delivered."""
 
     def choice_stopped(self, engine_id: str, num_tokens: int) -> None:
         """Is called when a choice ended at a stop string, which no frame reports."""
@@ -64,7 +61,7 @@ class EngineListener(Protocol):
 class StreamServer:
     """The server of an ingress process. All methods run in the same event loop."""
 
-    def __init__(self, listener: EngineListener | None = None) -> None:
+    def __init__(self, listener: EngineListener) -> None:
         self.loads: dict[str, EngineLoad] = {}  # by engine id, of the engines connected now
         self._listener = listener
         self._token = secrets.token_urlsafe(32)
@@ -143,14 +140,7 @@ class StreamServer:
 
     def _deliver(self, connection: _EngineConnection, step: Step) -> None:
         connection.stall = step.stall
-        load = step.load
-        if step.same_adapters and (known := self.loads.get(connection.engine_id)) is not None:
-            load = replace(
-                load,
-                adapters_on_device=known.adapters_on_device,
-                adapters_on_host=known.adapters_on_host,
-            )
-        self.loads[connection.engine_id] = load
+        self.loads[connection.engine_id] = step.load
         streams = self._streams
         for accepted in step.accepted:
             stream = streams.get(accepted.request_id)
@@ -161,12 +151,10 @@ class StreamServer:
             stream = streams.get(output.request_id)
             if stream is not None and stream._is_of(connection):
                 stream._push(output, connection)
-        if self._listener is not None:
-            try:
-                step = msgspec.structs.replace(step, load=load)
-                self._listener.frame_received(connection.engine_id, step)
-            except Exception:  # a listener's failure must not end the connection
-                logger.exception("the listener of the side stream failed")
+        try:
+            self._listener.frame_received(connection.engine_id, step)
+        except Exception:  # a listener's failure must not end the connection
+            logger.exception("the listener of the side stream failed")
 
     def silence_s(self, engine_id: str) -> float | None:
         """Returns the seconds since the last bytes from this engine, plus the delay of an overdue
@@ -193,8 +181,7 @@ class StreamServer:
                 del self._lost_s[oldest]
                 self._keys.pop(oldest, None)
             self.loads.pop(connection.engine_id, None)
-            if self._listener is not None:
-                self._listener.engine_lost(connection.engine_id)
+            self._listener.engine_lost(connection.engine_id)
         for stream in set(self._streams.values()):
             if stream._connection is connection:
                 stream.fail(EngineDeadError("the connection to the engine was lost"))
@@ -247,8 +234,7 @@ class TokenStream:
         """Ends a choice whose text reached a stop string after so many output tokens."""
         if self._connection is not None:
             self._connection.send_abort(Abort(request_id, choice, "stop"))
-            if self._server._listener is not None:
-                self._server._listener.choice_stopped(self._connection.engine_id, num_tokens)
+            self._server._listener.choice_stopped(self._connection.engine_id, num_tokens)
 
     def fail(self, failure: BaseException) -> None:
         """Ends the stream after the outputs that have arrived. The first failure counts."""

@@ -13,7 +13,7 @@ from typing import cast
 from msgspec import Raw
 
 from engine.types import EngineLoad, StepOutput, TokenOutput
-from serve_app.stream.wire import Accepted, Step, encode_frame
+from serve_app.stream.wire import Accepted, LoadSeconds, Step, encode_frame
 
 Digests = tuple[str, ...]
 Same = tuple[bool, bool]  # the link has received these adapters in memory, and these on disk
@@ -27,7 +27,7 @@ class EngineSnapshot:
         self.load = EngineLoad()
         self.adapters: tuple[Digests, Digests] = ((), ())  # on the device, on the host
         self.on_disk: Digests = ()
-        self.load_s = (0.0, 0.0, 0.0)  # see `Step.load_s`
+        self.load_s = LoadSeconds()
         self.stall = 0.0  # see `Step.stall`
         self.prefixes: set[int] = set()
         self.cached: tuple[int, ...] = ()  # in the newest step
@@ -44,7 +44,8 @@ class EngineSnapshot:
         self.cached, self.evicted = step.cached_prefixes, step.evicted_prefixes
         self.prefixes.update(self.cached)
         self.prefixes.difference_update(self.evicted)
-        self.load_s = (load.adapter_copy_s, *self.load_s[1:])
+        if load.adapter_copy_s != self.load_s.host:
+            self.load_s = LoadSeconds(load.adapter_copy_s, *self.load_s[1:])
         self._bare_load = replace(load, adapters_on_device=(), adapters_on_host=())
         self._frames.clear()
 
@@ -52,33 +53,17 @@ class EngineSnapshot:
         """Sets the adapters on the node's disk, for the frames from the next step on."""
         if on_disk != self.on_disk:
             self.on_disk = on_disk
-        self.load_s = (self.load_s[0], disk_s, registry_s)
+        self.load_s = LoadSeconds(self.load_s.host, disk_s, registry_s)
 
     def shared_frame(self, same: Same) -> bytes:
         """Returns the frame for links without outputs that received the last frame."""
         frame = self._frames.get(same)
         if frame is None:
-            frame = self._frames[same] = self._encode(
-                (), (), self.cached, self.evicted, False, same
-            )
+            frame = self.frame_for((), (), self.cached, self.evicted, False, same)
+            self._frames[same] = frame
         return frame
 
     def frame_for(
-        self,
-        outputs: Sequence[Output],
-        accepted: Sequence[Accepted],
-        changes: dict[int, bool] | None,
-        same: Same,
-    ) -> bytes:
-        """Returns the frame for a single link. `changes`: the prefix digests cached (True) or
-        evicted since the link's last frame; None: the frame has all prefixes."""
-        if changes is None:
-            return self._encode(outputs, accepted, tuple(self.prefixes), (), True, same)
-        cached = tuple(digest for digest, is_cached in changes.items() if is_cached)
-        evicted = tuple(digest for digest, is_cached in changes.items() if not is_cached)
-        return self._encode(outputs, accepted, cached, evicted, False, same)
-
-    def _encode(
         self,
         outputs: Sequence[Output],
         accepted: Sequence[Accepted],
@@ -87,6 +72,8 @@ class EngineSnapshot:
         is_whole: bool,
         same: Same,
     ) -> bytes:
+        """Returns the frame for a single link. `cached`, `evicted`: prefix digests since the link's
+        last frame; `is_whole`: `cached` has all of them."""
         same_adapters, same_disk = same
         step = Step(
             cast(tuple[TokenOutput, ...], tuple(outputs)),  # Raw is encoded as its content

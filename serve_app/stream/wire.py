@@ -9,7 +9,7 @@ first frame is `Hello` with the ingress's random token. Both ends use this file:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -49,6 +49,18 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
     found_in: str  # where the adapter was: device, host, disk, registry; "": no adapter
 
 
+class LoadSeconds(NamedTuple):
+    """The seconds until an adapter can be used, by the tier that holds it, as the engine replica
+    measured them; 0 if not yet measured."""
+
+    host: float = 0.0
+    disk: float = 0.0
+    registry: float = 0.0
+
+
+NOT_MEASURED = LoadSeconds()
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """A step. `same_adapters`: the load leaves out its digests, which are the same as in the last
     frame."""
@@ -63,8 +75,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=1):
     is_whole: bool = False
     # Digests of adapters on the node's disk; None: as in the last frame.
     adapters_on_disk: tuple[str, ...] | None = None
-    # Measured seconds to load an adapter: copy to device, from disk, from the registry.
-    load_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    load_s: LoadSeconds = NOT_MEASURED
     # The age of the step under way as a share of the age at which it counts as hung. 0 after a
     # step, and without work.
     stall: float = 0.0

@@ -19,18 +19,18 @@ from serve_app.control.key_calls import budgets_text
 from serve_app.control.watcher import Watcher
 from serve_app.metrics.engine import EngineMetrics
 from serve_app.metrics.exposition import join_texts
-from serve_app.metrics.ingress import IngressMetrics, RoutingCounts
-from serve_app.metrics.migration import MigrationMetrics
-from serve_app.metrics.queue import QueueStats
+from serve_app.metrics.ingress import IngressMetrics, MigrationMetrics, QueueStats
 from serve_app.metrics.replica import LoadTimes, cache_text, residents_text
-from serve_app.metrics.requests import FinishedRequest, RequestMetrics
 from serve_app.observe.request_log import RequestLog
+from serve_app.observe.request_metrics import RequestMetrics
 from serve_app.platform_view import BaseLine
+from serve_app.routing.decisions import Decisions, decisions_text
 from serve_app.tally import ArmKey
 from serve_app.tasks import failures_text, spawn
 from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.limits import Limits
 from tests.docs.markdown import GENERATED, table
+from tests.ingress_app import finished_record
 
 INTRODUCTION = """
 # Metrics
@@ -64,7 +64,7 @@ def _texts() -> Mapping[str, bytes]:
 
 
 def _engine() -> bytes:
-    return EngineMetrics("m", "e", block_size=16, max_adapters=0).text()
+    return EngineMetrics("m", "e", block_size=16).text()
 
 
 def _replica() -> bytes:
@@ -78,23 +78,25 @@ def _replica() -> bytes:
 async def _ingress() -> bytes:
     metrics = IngressMetrics("i")
     metrics.answered("/v1/models", 200)
-    routed = RoutingCounts("m", {"adapter": 1}, 1)
+    decisions = Decisions()
+    decisions.reasons["adapter"] += 1
+    routed = decisions_text([("m", decisions)], "i")
     queue = QueueStats("i", ("t",))
     queue.of_base("m").sheds["full"] += 1
     queue.count_tokens("t", 1)
     migration = MigrationMetrics("i")
-    migration.moved("m", "death", is_ok=True)
+    migration.moves["m", "death", "ok"] += 1
     migration.gap("m", 0.1)
-    migration.lost("m")
-    migration.quarantined("m")
+    migration.lost["m"] += 1
+    migration.quarantined["m"] += 1
     arms = ArmStats()
     arms.begin(ArmKey("a", "canary", 1, "digest"))
     split = arms.text("i", [("a", 1)], 0, 0)
     limits = Limits("i", _no_grants, lambda: 1)
     requests = RequestMetrics("i", 1, 1, ())
-    requests.observe(FinishedRequest("m", "a", "t", "ok"))
+    requests.observe(finished_record("m", "a", "t"))
     log = RequestLog(logging.NullHandler(), "i").text()
-    parts = [metrics.text(0, [routed]), queue.text(), migration.text(), split, limits.text()]
+    parts = [metrics.text(0), routed, queue.text(), migration.text(), split, limits.text()]
     return join_texts([*parts, requests.text(0.0), log])
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from engine.admission import EngineLimits
 from engine.config import EngineConfig
 from engine.types import EngineLoad
-from serve_app.stream.wire import Accepted, Step
+from serve_app.stream.wire import Accepted, LoadSeconds, Step
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.events import Loop
 from tests.benchmarks.simulator.line import Line
@@ -344,6 +344,14 @@ class Engine:
             for call in self._drained
         )
         self._drained.clear()
-        step = Step((), self.load(), False, accepted, cached, evicted, load_s=self._args.load_s)
+        step = Step(
+            (),
+            self.load(),
+            False,
+            accepted,
+            cached,
+            evicted,
+            load_s=LoadSeconds(*self._args.load_s),
+        )
         names = tiers.names_on_device, tiers.names_on_host, tiers.disk.names
         self._tell(Frame(self.replica_id, step, *names))

@@ -18,7 +18,8 @@ from engine.core import Engine
 from engine.types import Request, SamplingParams
 from serve_app.messages import RoutingRequest
 from serve_app.routing.score import Terms, expected_ttft
-from serve_app.routing.view import LoadSeconds, ReplicaView
+from serve_app.routing.view import ReplicaView
+from serve_app.stream.wire import LoadSeconds
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.simulator.gaps import VirtualClock, VirtualRunner
 from tests.benchmarks.simulator.setting import Setting

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from engine.admission import EngineLimits
 from serve_app.messages import RoutingRequest
 from serve_app.routing.policy import Policy, Ranked
-from serve_app.routing.view import LoadSeconds, ReplicaView, ReplicaViews
+from serve_app.routing.view import ReplicaView, ReplicaViews
 from tests.benchmarks.simulator.calls import Call
 from tests.benchmarks.simulator.engine import Engine, Frame
 from tests.benchmarks.simulator.events import Loop
@@ -78,7 +78,7 @@ class Ingress:
         self._go(call)
 
     def see(self, frame: Frame, prefixes: set[int]) -> None:
-        """Applies a step as `routing.view_feed` does, except that the views share their sets:
+        """Applies a step as `routing.state.ViewFeed` does, except that the views share their sets:
         separate sets for 1,000 replicas and 8 ingresses would occupy gigabytes."""
         view = self.views.get(frame.replica_id)
         if view is None:
@@ -92,7 +92,7 @@ class Ingress:
         view.on_device, view.on_host, view.on_disk = frame.on_device, frame.on_host, frame.on_disk
         view.prefixes = prefixes
         if view.load_s.host != step.load_s[0]:
-            view.observe_load_s(LoadSeconds(*step.load_s))
+            view.observe_load_s(step.load_s)
         if self._held or (self.gate is not None and len(self.gate)):
             self._look()
 

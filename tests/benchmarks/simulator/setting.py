@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from serve_app.config import RouterArgs
 from serve_app.routing.policies import Option, make_policy
 from serve_app.routing.policy import Policy
 from tests.benchmarks.simulator.calibration import Calibration
@@ -44,7 +43,7 @@ def maker(
 
     def make(ingress: int) -> Policy:
         own = {"seed": seed * 1000 + ingress} if ":" not in name else {}
-        return make_policy(RouterArgs(policy=name, options={**own, **(options or {})}))
+        return make_policy(name, {**own, **(options or {})})
 
     return make
 

@@ -49,10 +49,15 @@ def kept_token(home: Path) -> str | None:
 
 
 def ensure_token(home: Path) -> str:
-    """Returns the admin token of `home`, made if it is missing; concurrent starts agree on it."""
+    """Returns the admin token of `home`, made if it is missing; concurrent starts agree on it.
+    Raises HomeError if its file is empty."""
     home.mkdir(parents=True, exist_ok=True)
-    while (token := kept_token(home)) is None:
-        create_secret(home / _TOKEN_FILE, secrets.token_urlsafe(32))
+    if (token := kept_token(home)) is not None:
+        return token
+    path = home / _TOKEN_FILE
+    create_secret(path, secrets.token_urlsafe(32))
+    if (token := kept_token(home)) is None:
+        raise HomeError(f"{path} is empty; remove it, and the next start makes a token")
     return token
 
 

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 from serve_app.api import admin_status
 from serve_app.api.ingress import MetricsMiddleware
 from serve_app.config import ADMIN_TOKEN, IngressArgs
-from serve_app.home import ensure_token, kept_token
+from serve_app.home import HomeError, ensure_token, kept_token
 from serve_app.http.asgi import install_error_handlers
 from tests.ingress_app import make_app
 
@@ -137,3 +137,12 @@ def test_kept_token_is_made_once_for_its_owner_alone(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     monkeypatch.setenv(ADMIN_TOKEN, "of the environment")
     assert ensure_token(tmp_path) == "of the environment"
+
+
+def test_an_empty_file_of_the_token_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ADMIN_TOKEN, raising=False)
+    (tmp_path / "admin_token").touch()
+    with pytest.raises(HomeError, match="admin_token is empty; remove it"):
+        ensure_token(tmp_path)

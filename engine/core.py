@@ -288,6 +288,8 @@ class Engine:
         self._num_steps += 1
         step = self._times.begin(batch, self._in_flight)
         step.launched = self._attempt(step, lambda: self._runner.launch(batch))
+        if step.lacks_memory:
+            self._runner.free_cache()
         self._marked_s = self._clock()
         step.launch_s = self._marked_s - began_s
         return step
@@ -296,24 +298,27 @@ class Engine:
         """Draws the tokens that need the tokens committed just now. A draw that fails gives
         no token: a step without memory is repeated in parts, and any other error ends its
         requests."""
-        if step.launched is not None:
-            self._attempt(step, step.launched.draw)
+        if step.launched is None:
+            return
+        self._attempt(step, step.launched.draw)
+        if step.lacks_memory:
+            self._runner.free_cache()
 
     def _attempt(self, step: Step, part: Callable[[], T]) -> T | None:
-        """Returns the result of a part of a step, or None if it fails, which the step notes."""
+        """Returns the result of a part of a step, or None if it fails, which the step notes. The
+        caller frees the cache if memory was short: the error's traceback and `part` keep the step's
+        allocations alive here."""
         try:
             return part()
         except EngineDeadError:
             raise
         except Exception as error:
             step.launched = None
-            if not self._runner.is_out_of_memory(error):
+            if self._runner.is_out_of_memory(error):
+                step.lacks_memory = True
+            else:
                 step.error = error
-                return None
-        # Not in the handler: the error's traceback keeps the step's allocations alive.
-        self._runner.free_cache()
-        step.lacks_memory = True
-        return None
+            return None
 
     def _drafts_next(self) -> bool:
         """Returns True if the step in flight is to be committed first: drafts follow its tokens."""

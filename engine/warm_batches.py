@@ -148,6 +148,8 @@ def _acquire(pool: AdapterPool, adapter: str) -> bool:
 
 
 def mixes(adapters: Sequence[str]) -> tuple[Owners, ...]:
-    """Returns no adapter, each one alone, and all beside sequences that have none."""
+    """Returns no adapter, each one alone, all but the last, which may be affine, and all beside
+    sequences that have none."""
     alone = tuple((adapter,) for adapter in adapters)
-    return ((None,), *alone, *(((None, *adapters),) if adapters else ()))
+    beside = ((None, *adapters[:-1]), (None, *adapters)) if adapters else ()
+    return ((None,), *alone, *beside)

@@ -119,7 +119,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
     assert isinstance(first, torch.Tensor)
     key = None
     if not (_records or first.is_meta or IS_INTERPRETED):
-        options_key = tuple(options.values())
+        options_key = tuple(options.items())
         key = (id(kernel), first.get_device(), options_key, binary_key(kernel, arguments))
         compiled = _compiled.get(key)
         if compiled is not None:

@@ -1,12 +1,14 @@
 """The engine step by step: its refusals, and failures that stay with their request."""
 
 import math
+import weakref
 
 import pytest
 
 from engine.core import Engine
 from engine.errors import ContextLengthError, InvalidRequestError, UnknownAdapterError
-from engine.types import NO_MEMORY, TokenOutput
+from engine.step_times import Step
+from engine.types import NO_MEMORY, ScheduledBatch, TokenOutput
 from tests.fakes import FakeModel, FakePool, FakeRunner, make_engine, make_request, solo_tokens
 from tests.lora_helpers import QuickCopier, RunnerWithPool, loaded
 
@@ -163,6 +165,22 @@ def test_a_step_without_memory_is_run_in_parts_and_gives_the_same_tokens(runs_ah
     assert [p and p.token_id for p in told] == [None, *requests[-1].prompt_token_ids[1:]]
     assert engine.load().num_preemptions == 0
     assert runner.num_freed > 0
+
+
+def test_a_failed_draw_holds_no_tensors_while_the_cache_is_freed() -> None:
+    class Launched:
+        def draw(self) -> None:
+            raise MemoryError
+
+    engine, runner = make_engine()
+    step = Step(ScheduledBatch(()), launched=Launched())  # type: ignore[arg-type]
+    launched = weakref.ref(step.launched)
+    held: list[bool] = []
+    runner.is_out_of_memory = lambda error: True  # type: ignore[method-assign]
+    runner.free_cache = lambda: held.append(launched() is not None)  # type: ignore[method-assign]
+    engine._draw(step)
+    assert step.lacks_memory
+    assert held == [False]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

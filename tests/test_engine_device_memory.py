@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.device_memory import (
     look_at_empty_device,
     peak_bytes,
 )
+from engine.device_step import DeviceSteps
 from engine.errors import EngineMemoryError
 from engine.memory_plan import GIB, check_asked
 from lora.page_image import PAGE_ROWS, PageLayout
@@ -124,3 +126,17 @@ def test_a_cuda_device_spares_whole_pages() -> None:
     left = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
     assert pool_bytes <= left // 4
     assert host_bytes >= 4 * GIB
+
+
+def test_products_of_the_head_leave_the_memory_of_the_largest() -> None:
+    """The allocator keeps a segment for each product that no segment before it holds: one after
+    the other from few rows to many they would keep 4 GiB of Llama 3's vocabulary."""
+    sizes: list[int] = []
+    weights = SimpleNamespace(embedding=torch.zeros(1, 8))
+    product = lambda hidden: sizes.append(len(hidden))  # noqa: E731
+    config = SimpleNamespace(hidden_size=8)
+    steps = DeviceSteps.__new__(DeviceSteps)
+    steps._model = SimpleNamespace(config=config, weights=weights, head_product=product)  # type: ignore[assignment]
+    steps._drawn = torch.zeros(256)
+    steps.load_head_products()
+    assert sizes == list(range(256, 0, -1))

@@ -38,8 +38,13 @@ def kept_key(home: Path | None) -> bytes:
         return secrets.token_bytes(_KEY_BYTES)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        while (key := _read(home / KEY_FILE)) is None:
-            create_secret(home / KEY_FILE, secrets.token_hex(_KEY_BYTES))
+        path = home / KEY_FILE
+        key = _read(path)
+        if key is None:
+            create_secret(path, secrets.token_hex(_KEY_BYTES))
+            key = _read(path)
+        if key is None:  # a link whose target is away, or a file that others damage
+            raise OSError("it cannot be read after it was written")
         return key
     except OSError as error:
         logger.warning(

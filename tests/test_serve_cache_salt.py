@@ -164,3 +164,10 @@ async def test_a_restarted_manager_sends_the_same_key_and_never_shows_it(tmp_pat
     assert first.cache_salt_key == second.cache_salt_key == kept_key(tmp_path / "home")
     assert "cache_salt_key" not in repr(first)
     assert replace(first, revision="another").cache_salt_key == first.cache_salt_key
+
+
+def test_a_key_that_stays_unreadable_is_temporary(tmp_path: Path) -> None:
+    """A link whose target is away, as of an unmounted volume."""
+    (tmp_path / KEY_FILE).symlink_to(tmp_path / "away" / "key")
+    assert len(kept_key(tmp_path)) == 32
+    assert kept_key(tmp_path) != kept_key(tmp_path)

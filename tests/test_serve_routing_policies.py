@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from pydantic import ValidationError
@@ -32,6 +32,11 @@ class Alphabetical:
 
     def changed(self, replica_ids: Sequence[str]) -> None:
         pass
+
+
+class WithCallable(Alphabetical):
+    def __init__(self, pick: Callable[[int], float] | None = None) -> None:
+        super().__init__()
 
 
 class NoPolicy:
@@ -289,6 +294,7 @@ def test_a_users_own_class_is_taken_with_its_options() -> None:
     policy = make_policy(f"{__name__}:Alphabetical", {"backwards": True})
     assert type(policy).__name__ == "Alphabetical"
     assert issubclass(PolicyError, ValueError)
+    assert make_policy(f"{__name__}:WithCallable", {"pick": "any"})
 
 
 def _by_id(views: Sequence[ReplicaView], replica_id: str) -> ReplicaView:

@@ -474,6 +474,27 @@ async def test_a_wrong_parameter_is_named_as_openai_names_it(
     assert (error["param"], error["code"]) == (param, "invalid_value")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [1]})]
+)
+async def test_without_keys_an_unknown_adapter_of_the_only_base_is_named(
+    path: str, body: dict[str, Any]
+) -> None:
+    state = make_state()
+    served = ServedBase(BASE, "app", "running", ModelArgs(name="base"))
+    state.gateway.view = PlatformView("1", Catalog((BASE,), ADAPTERS), (served,), (), True, None)
+    transport = httpx.ASGITransport(build_asgi(state), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as http:
+        answer = await http.post(path, json={**body, "adapters": [{"name": "nobody"}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (
+        404,
+        "model_not_found",
+        "adapters",
+    )
+    assert error["message"] == "no adapter is named 'nobody'"
+
+
 async def test_no_key_is_shown_to_a_caller_of_the_name_of_its_alias(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

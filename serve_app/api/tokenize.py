@@ -94,17 +94,17 @@ async def _find_base(
     request: Request, model: str | None, adapters: Sequence[tuple[str, float]] = ()
 ) -> BaseHandle:
     """Returns the handle of the model's base; the name may be left out if there is one base."""
-    state = state_of(request)
+    state, caller = state_of(request), caller_of(request)
     named = state.gateway.only_model() if model is None else model
     if adapters:
         named = f"{named}:{join_weighted(adapters)}"
     try:
-        check_model(state.gateway, caller_of(request), named)
+        check_model(state.gateway, caller, named)
         route, leave = await state.cold_starts.admit(named, request.receive)
         leave()
-        check_route(state, caller_of(request), named, route)
+        check_route(state, caller, named, route)
     except NotFoundError:
-        if model is None:  # the error would name the base
+        if model is None and caller is not None:  # the error would name the base
             raise InvalidRequestError("model: required with this API key.", "model") from None
         raise
     return route.handle

@@ -113,8 +113,8 @@ class Fleet:
         return served
 
     async def _start(self, specs: Sequence[BaseSpec], status: ServeStatus, now_s: float) -> None:
-        """Starts the applications that are missing, and stops those of bases that sleep."""
-        for spec in specs:
+        """Starts the applications that are missing, then stops those of bases that sleep."""
+        for spec in sorted(specs, key=lambda one: self.sleep.phase(one.base.digest) == "asleep"):
             app = status.applications.get(spec.app_name)
             if self.sleep.phase(spec.base.digest) == "asleep":
                 if app is not None:

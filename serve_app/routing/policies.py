@@ -186,6 +186,6 @@ def _check_options(policy: str, options: Mapping[str, Option], kind: type[Policy
 
 
 def _fits(value: Option, wanted: Sequence[type]) -> bool:
-    kinds = set(wanted) - {NoneType}
-    is_plain = kinds <= {bool, int, float, str}
+    kinds = [kind for kind in wanted if kind is not NoneType]  # a Callable's have a list
+    is_plain = all(kind in (bool, int, float, str) for kind in kinds)
     return not is_plain or type(value) in kinds or (float in kinds and type(value) is int)

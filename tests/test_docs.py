@@ -87,3 +87,14 @@ def test_every_folder_of_serve_app_is_in_the_architecture() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     folders = [p.name for p in (ROOT / "serve_app").iterdir() if (p / "__init__.py").exists()]
     assert not [name for name in folders if f"`serve_app/{name}/`" not in text]
+
+
+def test_every_code_of_an_error_is_in_the_reference() -> None:
+    found = {
+        code
+        for path in (ROOT / "serve_app").rglob("*.py")
+        for code in re.findall(r'code="([a-z_]+)"', path.read_text())
+    }
+    page = (ROOT / "docs" / "http_api.md").read_text()
+    assert len(found) > 15
+    assert [code for code in sorted(found) if f"`{code}`" not in page] == []

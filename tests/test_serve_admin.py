@@ -110,6 +110,15 @@ def test_every_route_is_known_as_public_or_as_guarded(whole: MetricsMiddleware) 
     assert paths == PUBLIC | ADMIN | LORA_ADMIN | WEBHOOK | CONSOLE
 
 
+@pytest.mark.parametrize("path", ["/admin/bases", "/admin/canaries/pirate"])
+def test_a_body_that_is_no_json_is_named_alike(whole: MetricsMiddleware, path: str) -> None:
+    headers = {"authorization": "Bearer right"}
+    answer = TestClient(whole).post(path, content=b'{"a":', headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_json")
+    assert error["message"].startswith("The body is not valid JSON: ")
+
+
 @pytest.mark.parametrize("header", [None, "Bearer wrong"])
 def test_no_route_of_the_administration_answers_without_the_token(
     whole: MetricsMiddleware, header: str | None

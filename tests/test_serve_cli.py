@@ -505,6 +505,24 @@ def test_doctor_refuses_a_base_that_is_no_folder_and_a_wrong_memory(
 
 
 @pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("canary", "start", "pirate", "--version", "1", "--weight", "nan"), "weight"),
+        (("bases", "add", "tiny", "--idle-timeout", "nan"), "idle_timeout_s"),
+    ],
+)
+def test_no_number_is_not_sent(
+    words: tuple[str, ...],
+    field: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "token")
+    assert run(*words) == 1
+    assert f"{field}: must be a finite number, got nan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "option", ["--parity-bound", "--max-minutes", "--max-saved-mib", "--max-error"]
 )
 def test_options_of_numbers_refuse_what_is_none(

@@ -463,3 +463,9 @@ def test_draining_ends_at_its_limit_at_a_second_signal_and_without_a_server() ->
     assert drained(0.3, 1)[0] is False
     assert drained(60, 1, is_impatient=True) == (False, 0)
     assert drained(60, httpx.ConnectError("nobody listens")) == (False, 1)
+
+
+@pytest.mark.parametrize("port", [-5, 65536])
+def test_a_port_beyond_the_range_is_named(port: int) -> None:
+    with pytest.raises(launch.LaunchError, match=f"port: must be from 0 to 65535, got {port}"):
+        launch.check_port("127.0.0.1", port)

@@ -14,6 +14,7 @@ from serve_app.config import ModelArgs, in_words
 from serve_app.control.base_plan import check_added
 from serve_app.http.asgi import json_response, read_body
 from serve_app.messages import BaseChange
+from serve_app.openai.json_body import json_error
 from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
@@ -34,7 +35,10 @@ async def add_base(request: Request) -> Response:
     try:
         model = ModelArgs.model_validate_json(raw)
     except ValidationError as error:
-        field = ".".join(str(part) for part in error.errors()[0]["loc"])
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            raise json_error(first["ctx"]["error"]) from None
+        field = ".".join(str(part) for part in first["loc"])
         raise InvalidRequestError(in_words(error), field) from None
     check_name(model.name)
     try:

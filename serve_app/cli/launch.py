@@ -88,6 +88,8 @@ def only_one(home: Path, url: str) -> Iterator[None]:
 
 
 def check_port(host: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise LaunchError(f"port: must be from 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -132,17 +132,17 @@ def _named(error: ApiError, model: type[BaseModel]) -> ApiError:
 
 def parse_json(raw: bytes) -> object:
     if _num_containers(raw) > MAX_CONTAINERS:
-        raise _json_error(f"more than {MAX_CONTAINERS} objects and arrays")
+        raise json_error(f"more than {MAX_CONTAINERS} objects and arrays")
     try:
         value = strict_json(raw.decode("utf-8"))
         if _SURROGATE_ESCAPE.search(raw):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeError:
-        raise _json_error("not UTF-8, or a lone surrogate in a string") from None
+        raise json_error("not UTF-8, or a lone surrogate in a string") from None
     except RecursionError:
-        raise _json_error("nested too deeply") from None
+        raise json_error("nested too deeply") from None
     except ValueError as error:
-        raise _json_error(str(error)[:200]) from None
+        raise json_error(str(error)[:200]) from None
     return value
 
 
@@ -186,7 +186,7 @@ def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is not JSON")
 
 
-def _json_error(reason: str) -> ApiError:
+def json_error(reason: str) -> ApiError:
     return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -29,6 +30,9 @@ def call_server(
         raise Failure(f"No admin token: set {ADMIN_TOKEN} to the one that the server runs with")
     if body is not None:
         body = {name: value for name, value in body.items() if value is not None}
+        for name, value in body.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise Failure(f"{name}: must be a finite number, got {value}")
     headers = {"authorization": f"Bearer {token}"}
     with server_errors(url), httpx.Client(timeout=_TIMEOUT_S, headers=headers) as client:
         answer = client.request(method, f"{url.rstrip('/')}{path}", json=body)

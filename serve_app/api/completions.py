@@ -28,7 +28,13 @@ from serve_app.admission.queue import AdmissionQueue
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
 from serve_app.api.explain import explain_headers
-from serve_app.api.model_access import check_body, check_model, check_route, name_adapters
+from serve_app.api.model_access import (
+    check_body,
+    check_model,
+    check_route,
+    find_route,
+    name_adapters,
+)
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
 from serve_app.dialects import messages, responses
@@ -105,11 +111,7 @@ async def count_tokens(request: HttpRequest) -> Response:
         accounting.check(state, caller)
         raw = await read_body(request, state.args.max_body_bytes)
         body = await state.texts.parse(CountTokensRequest, raw)
-        check_model(state.gateway, caller, body.model)
-        route, leave = await state.cold_starts.admit(body.model, request.receive)
-        leave()
-        check_route(state, caller, body.model, route)
-        handle = route.handle
+        handle = (await find_route(state, caller, body.model, request.receive)).handle
         prompts = await state.texts.run(read_prompts, body, raw, handle.text, handle.description)
         return json_response({"input_tokens": sum(len(one.token_ids) for one in prompts)})
     except Exception as error:

@@ -6,6 +6,8 @@ woken or loaded. Callers without a key (`tenancy.enabled` is false) may name all
 
 from __future__ import annotations
 
+from starlette.types import Receive
+
 from engine.errors import InvalidRequestError
 from registry.catalog import Resolution
 from registry.errors import NotFoundError, RegistryUnavailableError
@@ -55,6 +57,18 @@ def check_route(
     elif not _allows(caller, route.resolution):
         raise unknown(view_of(state.gateway), model)
     return caller
+
+
+async def find_route(
+    state: IngressState, caller: Caller | None, model: str, receive: Receive
+) -> Route:
+    """Returns the route of a request that needs a base's text side alone: the base is started if it
+    sleeps, and not kept awake. Raises as `check_model`, `ColdStarts.admit` and `check_route`."""
+    check_model(state.gateway, caller, model)
+    route, leave = await state.cold_starts.admit(model, receive)
+    leave()
+    check_route(state, caller, model, route)
+    return route
 
 
 def _allows(caller: Caller, resolution: Resolution) -> bool:

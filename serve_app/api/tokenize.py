@@ -16,7 +16,7 @@ from registry.errors import NotFoundError
 from registry.names import join_weighted
 from serve_app.api import accounting
 from serve_app.api.admin_auth import caller_of
-from serve_app.api.model_access import check_model, check_route, name_adapters
+from serve_app.api.model_access import find_route, name_adapters
 from serve_app.api.state import state_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import ApiError
@@ -99,10 +99,7 @@ async def _find_base(
     if adapters:
         named = f"{named}:{join_weighted(adapters)}"
     try:
-        check_model(state.gateway, caller, named)
-        route, leave = await state.cold_starts.admit(named, request.receive)
-        leave()
-        check_route(state, caller, named, route)
+        route = await find_route(state, caller, named, request.receive)
     except NotFoundError:
         if model is None and caller is not None:  # the error would name the base
             raise InvalidRequestError("model: required with this API key.", "model") from None

@@ -171,11 +171,12 @@ class Rank:
         """Captures the graphs of steps on a CUDA device, and loads the head's products."""
         if not isinstance(steps, DeviceSteps) or not self.is_cuda:
             return
-        with explain_out_of_memory(
-            "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
-        ):
-            if not self.config.enforce_eager:
+        if not self.config.enforce_eager:
+            with explain_out_of_memory(
+                "capturing graphs", ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
+            ):
                 steps.capture()
+        with explain_out_of_memory("computing logits", ("gpu_memory_utilization", "max_num_seqs")):
             steps.load_head_products()
 
     def measure(self, pool: AdapterPool, calls: frozenset[KernelCall]) -> DeviceUse:

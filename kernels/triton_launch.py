@@ -4,8 +4,8 @@
 compiled: ten microseconds of Python, longer than most small kernels run, and a hundred with
 descriptors. The kernel of a `Launcher` has pointers and constants only, so types and constants are
 the whole key, and the compiled kernel is launched at once. Pointers that are not aligned to 16
-bytes use Triton's own path. `launch` takes any arguments. Also the two halves of programmatic
-dependent launch. Free of ops.
+bytes use `launch`, which takes any arguments and finds their kernel by a longer key. Also the two
+halves of programmatic dependent launch. Free of ops.
 
 Every kernel is launched here, by a `Launcher` or by `launch`, so that `recorded_calls` sees which
 binaries a step needs: a launch on the meta device is recorded and executes nothing.

@@ -27,7 +27,7 @@ from registry.store import shown_uri
 from serve_app import config
 from serve_app.cli import launch
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.commands.store import open_registry
+from serve_app.cli.commands.store import read_catalog
 from serve_app.control.base_plan import SERVE, parse_setting
 from serve_app.home import NAME, HomeError, is_open_to_others, prepare
 
@@ -279,9 +279,10 @@ def _network() -> Finding:
 
 
 def _registry() -> Iterator[Finding]:
-    uri = shown_uri(config.tracking_uri(config.RegistryArgs()))
+    args = config.RegistryArgs()
+    uri = shown_uri(config.tracking_uri(args))
     try:
-        catalog = open_registry(None).snapshot()
+        catalog = read_catalog(args)
     except (RegistryError, HomeError) as error:
         remedy = "start it, or set MLFLOW_TRACKING_URI"
         yield Finding("registry", "fail", f"{uri}: {error}", remedy)

@@ -27,6 +27,7 @@ from engine.memory_plan import check_asked
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
+from registry.sqlite_database import missing_file
 from serve_app import config, logs
 from serve_app.cli import launch
 from serve_app.cli.commands.client import ModelLine, served_models
@@ -174,7 +175,10 @@ def _look_briefly(args: config.RegistryArgs) -> Catalog:
 
     def look() -> None:
         try:
-            answer.set_result(open_configured(args).snapshot(adopt="no"))
+            # The server creates a missing file; until then nothing is registered.
+            is_new = missing_file(config.tracking_uri(args)) is not None
+            registered = Catalog() if is_new else open_configured(args).snapshot(adopt="no")
+            answer.set_result(registered)
         except Exception as error:
             answer.set_exception(error)
 

@@ -45,6 +45,13 @@ class AdapterLines(msgspec.Struct, frozen=True):
     adapters: list[AdapterLine]
 
 
+class BaseRemoval(msgspec.Struct, frozen=True):
+    """The answer of DELETE /admin/bases/{name}."""
+
+    name: str
+    still_served_as: str | None  # another base with the same files, which answers for the name
+
+
 class BaseSeries(msgspec.Struct, frozen=True):
     """The series of a base, one value for each time of the answer; None: no report came."""
 

@@ -165,7 +165,6 @@ class RouteLine(msgspec.Struct, frozen=True):
     sequences: int
     kv_usage: float
     is_connected: bool
-    is_draining: bool
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):

@@ -470,6 +470,37 @@ def test_doctor_says_what_is_missing_and_is_content(capsys: pytest.CaptureFixtur
     assert "loraplex demo" in out
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_doctor_counts_the_memory_of_its_container(
+    version: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text(f"MemTotal: {64 * 1024**2} kB\nMemAvailable: {48 * 1024**2} kB\n")
+    monkeypatch.setattr("engine.host_memory._MEMINFO", meminfo)
+    monkeypatch.setattr("engine.host_memory._CGROUP", group)
+    folder = group / "memory" if version == 1 else group
+    folder.mkdir(parents=True)
+    limit, used = folder / "memory.max", folder / "memory.current"
+    cached = f"inactive_file {1024**3}\n"
+    if version == 1:
+        limit, used = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"
+        cached = f"inactive_file 4096\ntotal_inactive_file {1024**3}\n"
+    used.write_text(f"{6 * 1024**3}\n")
+    (folder / "memory.stat").write_text(cached)
+    for words, shown in (
+        (str(8 * 1024**3), "8.0 GiB, 3.0 GiB available"),
+        ("max" if version == 2 else str(2**63 - 4096), "64.0 GiB, 48.0 GiB available"),
+    ):
+        limit.write_text(f"{words}\n")
+        run("doctor", "--json", "--port", "1")
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        (memory,) = [one for one in findings if one["what"] == "memory"]
+        assert memory["words"] == shown
+
+
 def test_doctor_fails_where_the_home_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from engine.checks.fit import Fit, estimate_fit
 from engine.config import KVCacheDtype, LoraDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
+from engine.host_memory import available_bytes, total_bytes
 from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.store import shown_uri
@@ -206,9 +207,7 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    values = {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines}
-    total, free = values["MemTotal"] / _GIB, values["MemAvailable"] / _GIB
+    total, free = total_bytes() / _GIB, available_bytes() / _GIB
     words = f"{total:.1f} GiB, {free:.1f} GiB available"
     # Ray with the demo needs about 4 GiB: 2.5 for Ray's processes, the rest for the engine.
     if free < 4:

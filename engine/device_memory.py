@@ -7,7 +7,6 @@ setting to change. The arithmetic of the shares is `memory_plan`'s.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -148,8 +147,7 @@ def adapter_budgets(
         pool = default_adapter_pool_bytes(share - weights, page_bytes)
     host = config.adapter_host_bytes
     if host is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        host = default_adapter_host_bytes(pool_bytes=pool, memory_bytes=memory)
+        host = default_adapter_host_bytes(pool_bytes=pool, memory_bytes=total_bytes())
     return pool, host
 
 

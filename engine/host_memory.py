@@ -12,24 +12,28 @@ T = TypeVar("T")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
     """Returns the bytes available without swapping, within the limit of a container."""
-    machine = _fields(Path("/proc/meminfo"))["MemAvailable"]
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    machine = _fields(_MEMINFO)["MemAvailable"]
+    folder, limit_file, used_file = _cgroup()
+    limit, used = _number(folder / limit_file), _number(folder / used_file)
     if limit is None or used is None:
         return machine
-    # The kernel drops cached files when memory is needed.
-    stat = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    cache = next((int(value) for name, value in stat if name == "inactive_file"), 0)
+    # The kernel drops cached files when memory is needed. Version 1 counts those of the groups
+    # below in the total alone.
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return min(machine, max(0, limit - used + cache))
 
 
 def total_bytes() -> int:
     """Returns the memory of this machine, or of its container if that has less."""
-    machine = _fields(Path("/proc/meminfo"))["MemTotal"]
-    limit = _number(_CGROUP / "memory.max")
+    machine = _fields(_MEMINFO)["MemTotal"]
+    folder, limit_file, _ = _cgroup()
+    limit = _number(folder / limit_file)
     return machine if limit is None else min(machine, limit)
 
 
@@ -52,6 +56,14 @@ def peak_of(work: Callable[[], T]) -> tuple[T, int | None]:
     before = _fields(_PROCESS / "status")["VmRSS"]
     result = work()
     return result, max(0, _fields(_PROCESS / "status")["VmHWM"] - before)
+
+
+def _cgroup() -> tuple[Path, str, str]:
+    """Returns the folder of the container's group, and its files of the limit and of the use, in
+    version 2 of cgroups or else in version 1, whose limit is a huge number where there is none."""
+    if (_CGROUP / "memory.max").is_file():
+        return _CGROUP, "memory.max", "memory.current"
+    return _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -17,6 +17,7 @@ from threading import Lock
 
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 Marker = tuple[int, int, int]
 
@@ -66,14 +67,31 @@ def sqlite_file(tracking_uri: str) -> Path:
     return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0])
 
 
+def missing_file(tracking_uri: str) -> Path | None:
+    """Returns the file that the first use of a SQLite store would create, otherwise None."""
+    file = _own_file(tracking_uri)
+    return None if file is None or file.exists() else file
+
+
+def _own_file(tracking_uri: str) -> Path | None:
+    """Returns the file of a SQLite store; None for another store, and for a database in memory or
+    with a name of its own."""
+    if not tracking_uri.startswith("sqlite:"):
+        return None
+    try:
+        url, file = make_url(tracking_uri), sqlite_file(tracking_uri)
+    except ArgumentError:  # MLflow refuses it
+        return None
+    is_plain_file = url.database == str(file) != ":memory:" and "uri" not in url.query
+    return file.resolve() if is_plain_file else None
+
+
 def create_sqlite(uri: str, artifact_root: str) -> None:
     """Creates a store's database if there is none, whole or not at all: MLflow's migrations take
     seconds, and an interrupt among them, or a second process, would leave a database that no
-    process can open again. A database in memory, or with a name of its own, is left to MLflow."""
-    url, file = make_url(uri), sqlite_file(uri)
-    is_plain_file = url.database == str(file) != ":memory:" and "uri" not in url.query
-    file = file.resolve()
-    if not is_plain_file or file.exists():
+    process can open again. A database without a file of its own is left to MLflow."""
+    file = missing_file(uri)
+    if file is None:
         return
     with ExitStack() as stack:
         folder = os.open(file.parent, os.O_RDONLY)

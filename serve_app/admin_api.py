@@ -45,6 +45,13 @@ class AdapterLines(msgspec.Struct, frozen=True):
     adapters: list[AdapterLine]
 
 
+class BaseRemoval(msgspec.Struct, frozen=True):
+    """The answer of DELETE /admin/bases/{name}."""
+
+    name: str
+    still_served_as: str | None  # another base with the same files, which answers for the name
+
+
 class BaseSeries(msgspec.Struct, frozen=True):
     """The series of a base, one value for each time of the answer; None: no report came."""
 
@@ -158,7 +165,6 @@ class RouteLine(msgspec.Struct, frozen=True):
     sequences: int
     kv_usage: float
     is_connected: bool
-    is_draining: bool
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):

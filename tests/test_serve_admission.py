@@ -401,6 +401,6 @@ def test_replicas_that_said_nothing_yet_get_what_their_rows_hold() -> None:
 
 def test_one_replica_with_room_is_enough() -> None:
     assert has_capacity([seen(FULL), seen(running(1))], [], 0.5)
-    draining = seen(running(1))
-    draining.is_draining = True
-    assert not has_capacity([seen(FULL), draining], [], 0.5)
+    silent = seen(running(1))
+    silent.disconnect()
+    assert not has_capacity([seen(FULL), silent], [], 0.5)

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import httpx
@@ -144,7 +145,7 @@ def test_a_base_comes_and_goes_while_another_streams(
         assert (found["source"], found["idle_timeout_s"]) == ("registry", 600)
         in_flight = pool.submit(ask, other, SECOND, max_tokens=800)  # four seconds
         eventually(lambda: (line(admin, SECOND) or {}).get("idle_s") == 0)
-        assert "drained" in commands("remove", SECOND)
+        assert commands("remove", SECOND) == f"{SECOND} is drained and removed\n"
         eventually(lambda: ask(other, SECOND).status_code == 404)
         eventually(lambda: state(admin, SECOND) == "draining")
         assert in_flight.result().json()["usage"]["completion_tokens"] == 800
@@ -157,6 +158,27 @@ def test_a_base_comes_and_goes_while_another_streams(
             == "abcd" * 600
         )
     eventually(lambda: line(admin, SECOND) is None)
+
+
+def test_a_base_that_shares_its_files_names_the_base_that_stays(
+    rig: Rig, client: httpx.Client, admin: httpx.Client, commands: Commands
+) -> None:
+    before = rig.registry.snapshot()
+    twin = replace(next(one for one in before.bases if one.name == RIG_BASE), name="twin")
+    rig.registry.write(replace(before, bases=(*before.bases, twin)))
+    assert "started" in commands("add", "twin")
+    assert f"same as those of '{RIG_BASE}'" in str((line(admin, "twin") or {})["message"])
+    stays = f"Its files stay served as {RIG_BASE}, which also answers requests for twin\n"
+    removed = commands("remove", "twin", "--wait")
+    assert removed.startswith("twin is removed after ")
+    assert removed.endswith(stays)
+    assert line(admin, "twin") is None
+    assert ask(client, "twin").status_code == 200
+    assert "started" in commands("add", "twin")
+    answer = admin.delete("/bases/twin")
+    assert answer.json() == {"name": "twin", "still_served_as": RIG_BASE}
+    rig.registry.write(before)
+    eventually(lambda: ask(client, "twin").status_code == 404)
 
 
 def test_what_cannot_be_served_is_refused_in_words(admin: httpx.Client, commands: Commands) -> None:

@@ -260,13 +260,26 @@ def test_an_operator_starts_watches_and_promotes(
     assert seen["canary tried@2"] == sum(place("tried", user) < 0.3 for user in USERS)
     shown = canary("status", "tried")
     assert "too few requests yet" in shown or "good" in shown
-    canary("promote", "tried", "--version", "2")
+    promoted = canary("promote", "tried", "--version", "2").splitlines()
+    assert promoted == [
+        "tried  the canary is promoted: tried means version 2, by the alias champion",
+        "Another trial: loraplex canary start tried --version N --weight 0.1",
+    ]
     eventually(lambda: {ask(client, "tried", user) for user in USERS} == {"None tried@2"})
     aliases = {
         one.version: one.aliases for one in rig.registry.snapshot().adapters if one.name == "tried"
     }
     assert aliases == {1: (), 2: ("champion",)}
     assert "has no canary" in canary("status", "tried")
+    canary("start", "tried", "--version", "1", "--shadow", "0.5")
+    aborted = canary("abort", "tried").splitlines()
+    assert aborted[0] == "tried  the trial has ended: tried means version 2, by the alias champion"
+    with pytest.raises(SystemExit):
+        cli.main(("canary", "promote", "tried", "--url", rig.url))
+    assert capsys.readouterr().err == (
+        "error: The server answered 404: adapter 'tried' has no alias 'canary': nothing to "
+        "promote; `loraplex canary start tried --version N --weight 0.1` begins a trial\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,48 @@ def test_empty_registry_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> N
     assert "loraplex demo" in capsys.readouterr().out
 
 
+def test_a_command_that_reads_the_registry_does_not_create_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "fresh"
+    monkeypatch.setenv("LORAPLEX_HOME", str(home))
+    file = tmp_path / "new" / "mlflow.db"
+    uri = f"sqlite:///{file}"
+    adapter = make_adapter_folder(tmp_path / "adapter", rank=4)
+    served = tmp_path / "serve.yaml"
+    served.write_text(
+        "http_options: {host: 127.0.0.1}\n"
+        "applications:\n- name: p\n  route_prefix: /\n  import_path: serve_app.app:build\n"
+        f"  args: {{models: [{{name: tiny}}], registry: {{tracking_uri: '{uri}'}}}}\n"
+    )
+    for words in (
+        ("models", "--tracking-uri", uri),
+        ("check", "pirate", "--tracking-uri", uri),
+        ("register", "adapter", str(adapter), "--name", "a", "--base", "b", "--tracking-uri", uri),
+        ("warm", str(served)),
+    ):
+        assert run(*words) == 1
+        expected = f"error: the registry {uri} does not exist: there is no file {file}"
+        assert capsys.readouterr().err.startswith(expected)
+    assert run("serve", str(served)) == 1
+    assert "Register it first" in capsys.readouterr().err
+    run("doctor")
+    assert run("models") == 0  # of a new home
+    assert not file.parent.exists()
+    assert not (home / "mlflow.db").exists()
+
+
+def test_a_missing_registry_of_the_environment_is_named_and_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other/mlflow.db")
+    assert run("models") == 1
+    assert f"sqlite:///{tmp_path}/other/mlflow.db does not exist" in capsys.readouterr().err
+    assert run("doctor") == 1
+    assert "does not exist" in capsys.readouterr().out
+    assert not (tmp_path / "other").exists()
+
+
 def test_registry_that_cannot_be_reached_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("models", "--tracking-uri", "nonsense://nowhere") == 1
     assert "nonsense" in capsys.readouterr().err
@@ -426,6 +468,37 @@ def test_doctor_says_what_is_missing_and_is_content(capsys: pytest.CaptureFixtur
     for word in ("Python", "torch", "cores", "memory", "disk", "home", "registry"):
         assert word in out
     assert "loraplex demo" in out
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_doctor_counts_the_memory_of_its_container(
+    version: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text(f"MemTotal: {64 * 1024**2} kB\nMemAvailable: {48 * 1024**2} kB\n")
+    monkeypatch.setattr("engine.host_memory._MEMINFO", meminfo)
+    monkeypatch.setattr("engine.host_memory._CGROUP", group)
+    folder = group / "memory" if version == 1 else group
+    folder.mkdir(parents=True)
+    limit, used = folder / "memory.max", folder / "memory.current"
+    cached = f"inactive_file {1024**3}\n"
+    if version == 1:
+        limit, used = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"
+        cached = f"inactive_file 4096\ntotal_inactive_file {1024**3}\n"
+    used.write_text(f"{6 * 1024**3}\n")
+    (folder / "memory.stat").write_text(cached)
+    for words, shown in (
+        (str(8 * 1024**3), "8.0 GiB, 3.0 GiB available"),
+        ("max" if version == 2 else str(2**63 - 4096), "64.0 GiB, 48.0 GiB available"),
+    ):
+        limit.write_text(f"{words}\n")
+        run("doctor", "--json", "--port", "1")
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        (memory,) = [one for one in findings if one["what"] == "memory"]
+        assert memory["words"] == shown
 
 
 def test_doctor_fails_where_the_home_cannot_be_written(

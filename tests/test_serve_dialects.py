@@ -373,7 +373,9 @@ def test_options_of_messages_reach_the_chat() -> None:
     assert len(request.user) == 64
     assert request.grammar is not None
     assert request.template_variables == {"enable_thinking": False, "reasoning_effort": "max"}
-    assert messages(output_format={"type": "json_schema", "schema": SCHEMA}).grammar is not None
+    form = {"type": "json_schema", "schema": SCHEMA}
+    former, present = messages(output_format=form), messages(output_config={"format": form})
+    assert former.grammar == present.grammar is not None
     thinking = {"type": "enabled", "budget_tokens": 2048}
     assert messages(thinking=thinking).template_variables == {"enable_thinking": True}
     named = messages(tools=INPUT_TOOLS, tool_choice={"type": "tool", "name": "now"})
@@ -453,6 +455,13 @@ def test_a_limit_beyond_the_context_is_cut_to_what_fits() -> None:
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"x-guidance": 1}}}},
             "output_config.format",
+        ),
+        ({"output_format": 5}, "output_format"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        ({"output_format": {"type": "json_schema", "schema": 5}}, "output_format.schema"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"x-guidance": 1}}},
+            "output_format.schema",
         ),
         ({"metadata": {"user_id": 5}}, "metadata.user_id"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),

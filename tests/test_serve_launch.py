@@ -24,7 +24,8 @@ from serve_app import app
 from serve_app.cli import launch
 from serve_app.cli import main as cli
 from serve_app.cli.commands import serve
-from serve_app.cli.commands.serve import drain
+from serve_app.cli.commands.client import ModelLine
+from serve_app.cli.commands.serve import _print_examples, drain
 from serve_app.cli.serve_child import start_ray
 from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file
@@ -247,6 +248,19 @@ def test_memory_that_the_machine_lacks_ends_the_command_with_both_numbers(
     engine = f"name: tiny, engine: {{device: cpu, {field}: 9000GiB}}"
     error = refused(write_file(tmp_path, free_port(), "name: tiny", engine), home, capsys)
     assert f"args.models.0.engine: {field} is 9000.000 GiB, but this machine has" in error
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_the_printed_commands_send_a_key_where_requests_need_one(
+    has_keys: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _print_examples("http://h:1", [ModelLine("tiny"), ModelLine("a", "tiny")], has_keys=has_keys)
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line for line in lines if line.startswith("curl")]
+    key = '-H "Authorization: Bearer $LORAPLEX_API_KEY" ' if has_keys else ""
+    start = f"http://h:1/v1/chat/completions -H 'content-type: application/json' {key}-d '{{"
+    assert [command.split(" ", 2)[2].startswith(start) for command in commands] == [True] * 3
+    assert ("export LORAPLEX_API_KEY=KEY" in lines) is has_keys
 
 
 def test_a_registry_that_says_nothing_does_not_hold_up_the_check(

@@ -299,6 +299,30 @@ def test_the_headers_are_those_of_openai() -> None:
     world.run(scenario())
 
 
+def test_the_reset_headers_of_a_refusal_agree_with_its_retry_after() -> None:
+    world = World(KeyPolicy(requests_per_minute=600, tokens_per_minute=600), 2)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        # Half a second of 600 per minute is 5 tokens: the other 95 come back in 9.5 s, all in 10 s.
+        await limits.admit(world.caller, 100)
+        assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "10s"
+        for tokens, seconds in ((10, 10), (200, 20), (400, 40)):
+            with pytest.raises(RateLimitError) as refused:
+                await limits.admit(world.caller, tokens)
+            assert refused.value.headers()["Retry-After"] == str(seconds)
+            headers = limits.headers(world.caller, for_anthropic=True)
+            assert headers["x-ratelimit-reset-tokens"] == f"{seconds}s"
+            assert headers["x-ratelimit-reset-requests"].endswith("ms")  # it refused none
+            reset = headers["anthropic-ratelimit-tokens-reset"]
+            at = datetime.strptime(reset, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+            assert seconds - 1 <= at.timestamp() - time.time() <= seconds + 1
+        await asyncio.sleep(60.0)
+        assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "0ms"
+
+    world.run(scenario())
+
+
 def test_a_request_that_is_cancelled_while_it_waits_holds_nothing() -> None:
     policy = KeyPolicy(
         requests_per_minute=60, tokens_per_minute=600, max_parallel_requests=2, tokens_per_day=600

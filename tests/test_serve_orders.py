@@ -199,7 +199,7 @@ async def test_a_base_that_was_registered_a_moment_ago_is_added_and_removed_at_o
         (fresh,) = [one for one in await made.bases() if one.name == "fresh"]
         assert (fresh.state, fresh.source) == ("starting", "registry")
         assert fresh.application in world.controller.apps
-        await made.change_base(BaseChange("remove", "fresh"))
+        assert await made.change_base(BaseChange("remove", "fresh")) is None
         left = {one.state for one in await made.bases() if one.name == "fresh"}
         assert left <= {"draining"}
     stop(made)

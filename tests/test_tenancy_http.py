@@ -16,10 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from registry.catalog import Catalog, Resolution
 from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
+from serve_app.api.completions import ClientRequest
 from serve_app.api.ingress import _note_act, build_asgi
+from serve_app.api.model_access import check_body
 from serve_app.api.state import IngressState
 from serve_app.config import IngressArgs, ModelArgs
 from serve_app.dispatch.base_handle import BaseHandle, Route
+from serve_app.openai.completions import CompletionRequest
 from serve_app.platform_view import PlatformView, ServedBase
 from serve_app.tenancy.access import ROUTES, required
 from serve_app.tenancy.authentication import AuthenticationMiddleware, Authenticator
@@ -290,6 +293,18 @@ async def test_a_request_for_more_than_the_key_allows_is_refused_with_the_field(
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert "with this API key" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "lowest", "queued"),
+    [(None, None, 0), (None, 5, 5), (None, 0, 0), (None, -5, 0), (7, 5, 7), (-3, -5, -3)],
+)
+def test_a_request_without_a_priority_has_the_nearest_to_zero_that_its_key_allows(
+    sent: int | None, lowest: int | None, queued: int
+) -> None:
+    body = CompletionRequest(model="base", prompt="a", priority=sent)
+    check_body(Caller("key", KeyPolicy(lowest_priority=lowest)), body)  # refuses none of them
+    assert ClientRequest(body, "", None, lowest_priority=lowest).priority == queued
 
 
 async def test_a_key_of_loading_loads_only_names_that_it_may_call(world: World) -> None:

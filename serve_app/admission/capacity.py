@@ -26,7 +26,7 @@ def has_capacity(
     no replica's view counts yet. True without any known replica: then Serve's limits apply."""
     rows, seconds, is_any_connected = 0, 0.0, False
     for replica in replicas:  # mostly ends at the first of a thousand: as soon as there is enough
-        if not replica.is_connected or replica.is_draining:
+        if not replica.is_connected:
             continue
         if not is_any_connected:
             is_any_connected = True
@@ -46,9 +46,8 @@ def _has_rows_before_first_frame(
 ) -> bool:
     """Replicas that have sent no frame yet get as many sequences as they have rows. With more, all
     requests that waited for the start would queue in the first replica when the others come."""
-    staying = [replica for replica in replicas if not replica.is_draining]
-    num_rows = sum(replica.limits.max_num_seqs for replica in staying)
-    num_placed = sum(replica.num_sequences for replica in staying)
+    num_rows = sum(replica.limits.max_num_seqs for replica in replicas)
+    num_placed = sum(replica.num_sequences for replica in replicas)
     num_sent = num_placed + sum(request.num_sequences for request in under_way)
     return not num_rows or num_sent < num_rows
 

@@ -52,8 +52,11 @@ async def add_base(request: Request) -> Response:
 
 @router.delete("/{name}")
 async def remove_base(request: Request, name: str) -> Response:
-    """Removes a base. Requests in flight finish; new requests get an error."""
-    return await _change_base(request, BaseChange("remove", name))
+    """Removes a base. Requests in flight finish; new requests get an error, unless another base
+    serves the same files: then the answer names it."""
+    change = BaseChange("remove", name)
+    other = await ask_manager(state_of(request).gateway.manager.change_base, change)
+    return json_response({"name": name, "still_served_as": other}, 202)
 
 
 @router.post("/{name}/sleep")

@@ -80,7 +80,6 @@ def _line(routing: RoutingRequest, ranked: Ranked) -> RouteLine:
         sequences=view.num_sequences,
         kv_usage=round(view.load.kv_usage, 4),
         is_connected=view.is_connected,
-        is_draining=view.is_draining,
     )
 
 

@@ -59,7 +59,7 @@ from serve_app.openai.engine_params import (
 from serve_app.openai.fields import MAX_SESSION_CHARS
 from serve_app.openai.responses import ResponseHead
 from serve_app.routing.request import make_routing_request
-from serve_app.tenancy.caller import Caller
+from serve_app.tenancy.caller import Caller, KeyPolicy
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -80,6 +80,14 @@ class ClientRequest:
     session: str | None  # see `session_key`
     arrival_s: float = 0.0  # time.time()
     max_tokens: int | None = None  # of each answer, by the client's key
+    lowest_priority: int | None = None  # by the client's key
+
+    @property
+    def priority(self) -> int:
+        """The client's, otherwise 0, or the nearest priority to it that the key allows."""
+        if self.body.priority is not None:
+            return self.body.priority
+        return max(0, self.lowest_priority or 0)
 
 
 @router.post(CHAT_PATH)
@@ -154,8 +162,10 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
             scope.callback(leave)
             caller = check_route(state, caller, body.full_model, route)
             check_body(caller, body)  # by the key's present policy
-            most = None if caller is None else caller.policy.max_tokens
-            client = ClientRequest(body, tenant, session, arrival_s, most)
+            policy = KeyPolicy() if caller is None else caller.policy
+            client = ClientRequest(
+                body, tenant, session, arrival_s, policy.max_tokens, policy.lowest_priority
+            )
             headers = route.headers
             record.resolution, record.arm = route.resolution, route.arm_name
             _queue_of(state, route.handle).check(_routing_request(state, route, client, ()))
@@ -309,7 +319,7 @@ def _routing_request(
     state: IngressState, route: Route, client: ClientRequest, requests: tuple[Request, ...]
 ) -> RoutingRequest:
     """`requests`: () while the prompts are not known."""
-    account, priority = state.queues.tenants.account(client.tenant, client.body.priority or 0)
+    account, priority = state.queues.tenants.account(client.tenant, client.priority)
     adapters, limits = route.resolution.adapters, route.handle.description.limits
     return make_routing_request(
         requests, adapters, limits, client.session, tenant=account, priority=priority

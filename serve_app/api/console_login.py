@@ -58,8 +58,9 @@ async def login(request: Request) -> Response:
     raw = await read_body(request, _MAX_BODY_BYTES)
     try:
         key = msgspec.json.decode(raw, type=LoginBody).key.strip()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"The body is not a login: {error}", code="invalid_body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):  # their words may have parts of the key
+        words = 'The body is not a login: it must be {"key": "KEY"}.'
+        raise ApiError(400, words, code="invalid_body") from None
     if not key.isprintable() or not 0 < len(key.encode()) <= MAX_KEY_BYTES:
         raise InvalidRequestError(
             f"key: must be printable text of 1 to {MAX_KEY_BYTES} bytes.", "key"

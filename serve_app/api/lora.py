@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict
 
 from engine.errors import InvalidRequestError
 from registry.entities import AdapterVersion
@@ -32,11 +32,12 @@ from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import ApiError, ServiceUnavailableError
 from serve_app.http.asgi import read_body
 from serve_app.messages import AdapterChange
+from serve_app.openai.json_body import parse_body
 from serve_app.tenancy.caller import Caller
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def _require_allowed(request: Request) -> None:
@@ -51,9 +52,13 @@ def _require_allowed(request: Request) -> None:
 router = APIRouter(prefix="/v1", dependencies=[Depends(_require_allowed), Depends(require_admin)])
 
 
-class LoadBody(msgspec.Struct):
+class _Body(BaseModel):
     """vLLM's fields that have no meaning here are ignored, such as lora_int_id."""
 
+    model_config = ConfigDict(strict=True)
+
+
+class LoadBody(_Body):
     lora_name: str = ""
     lora_path: str = ""  # empty: the registered adapter of that name is loaded into memory
     base_model_name: str | None = None
@@ -61,7 +66,7 @@ class LoadBody(msgspec.Struct):
     is_3d_lora_weight: bool = False
 
 
-class UnloadBody(msgspec.Struct):
+class UnloadBody(_Body):
     lora_name: str = ""
 
 
@@ -172,12 +177,8 @@ def _is_known(gateway: Gateway, name: str) -> bool:
         return False
 
 
-async def _parse(request: Request, kind: type[T]) -> T:
-    raw = await read_body(request, state_of(request).args.max_body_bytes)
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"The body is not valid: {error}") from None
+async def _parse(request: Request, kind: type[Body]) -> Body:
+    return parse_body(kind, await read_body(request, state_of(request).args.max_body_bytes))
 
 
 def _unknown(name: str) -> ApiError:

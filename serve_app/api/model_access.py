@@ -132,9 +132,10 @@ def check_body(caller: Caller | None, body: GenerationRequest) -> None:
     if caller is None:
         return
     floor, most = caller.policy.lowest_priority, caller.policy.max_tokens
-    if floor is not None and (body.priority or 0) < floor:
+    # A request without a priority gets one that the key allows: `ClientRequest.priority`.
+    if floor is not None and body.priority is not None and body.priority < floor:
         raise InvalidRequestError(
-            f"priority: must be {floor} at least with this API key, got {body.priority or 0}.",
+            f"priority: must be {floor} at least with this API key, got {body.priority}.",
             "priority",
         )
     if most is None:

@@ -34,7 +34,7 @@ router = APIRouter()
 
 _REFERENCES = "#/components/schemas/"
 _LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-Body = type[BaseModel] | type[msgspec.Struct] | str
+Body = type[BaseModel] | str
 # Path -> the class of the body or the name of its schema, and the name of the answer's schema; None
 # for no body, and for an answer as text.
 _ROUTES: Mapping[str, tuple[Body | None, str | None]] = {
@@ -103,12 +103,8 @@ def document(app: FastAPI, *, has_lora: bool) -> Schema:
     return made
 
 
-def _add_body(kind: type[BaseModel] | type[msgspec.Struct], schemas: dict[str, Schema]) -> str:
+def _add_body(kind: type[BaseModel], schemas: dict[str, Schema]) -> str:
     """Adds the schema of a body to `schemas`. Returns its name."""
-    if issubclass(kind, msgspec.Struct):
-        _, components = msgspec.json.schema_components((kind,), ref_template=_REFERENCES + "{name}")
-        schemas |= components
-        return kind.__name__
     schema = kind.model_json_schema(ref_template=_REFERENCES + "{model}")
     schemas |= schema.pop("$defs", {})
     for field in schema["properties"].values():

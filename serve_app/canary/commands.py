@@ -68,7 +68,9 @@ class CanaryCommand:
         self._stable()
         found = self._with_alias(CANARY)
         if found is None:
-            raise NotFoundError(f"adapter {name!r} has no alias {CANARY!r}: nothing to promote")
+            raise NotFoundError(
+                f"adapter {name!r} has no alias {CANARY!r}: nothing to promote; {_begin(name)}"
+            )
         if expected is not None and expected != found.version:
             raise InvalidRequestError(
                 f"version: expected {expected}, but the canary of {name!r} is {found.version}.",
@@ -101,7 +103,10 @@ class CanaryCommand:
             if self.catalog.setting(name, key) is not None
         ]
         if not aliases and not weights:
-            raise NotFoundError(f"adapter {name!r} has no canary and no shadow: nothing to abort")
+            raise NotFoundError(
+                f"adapter {name!r} has no alias {CANARY!r} and no alias {SHADOW!r}: nothing to "
+                f"abort; {_begin(name)}"
+            )
         self._clear(*weights)
         for alias in aliases:
             self.registry.set_alias(name, alias, None)
@@ -154,6 +159,10 @@ class CanaryCommand:
             if adapter.name == self.change.name and alias in adapter.aliases:
                 return adapter
         return None
+
+
+def _begin(name: str) -> str:
+    return f"`loraplex canary start {name} --version N --weight 0.1` begins a trial"
 
 
 def _check_share(field: str, share: float | None) -> None:

@@ -13,7 +13,8 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from registry.catalog import Catalog
@@ -126,8 +127,15 @@ class Canaries:
     def _status(self, catalog: Catalog, name: str, split: Split | None) -> CanaryStatus:
         rolled_back = catalog.setting(name, ROLLED_BACK)
         if split is None:
-            return CanaryStatus(name, rolled_back=rolled_back)
-        return status_of(split, self._trials.by_name.get(name), rolled_back, self._rule, _now_s())
+            status = CanaryStatus(name, rolled_back=rolled_back)
+        else:
+            trial = self._trials.by_name.get(name)
+            status = status_of(split, trial, rolled_back, self._rule, _now_s())
+        with suppress(RegistryError):
+            if (stable := catalog.resolve(name).adapter) is not None:
+                alias = catalog.default_aliases.of(stable)
+                return replace(status, stable_version=stable.version, stable_alias=alias)
+        return status
 
     def _update_trials(self, now_s: float) -> None:
         self._traffic = read_traffic(self._catalog, self._running, self._reasons(), self._served)

@@ -33,6 +33,9 @@ class CanaryStatus:
     problems: tuple[str, ...] = ()
     rolled_back: str | None = None  # the registry's setting: JSON of version, reason and time
     duration_s: float | None = None  # of the running trial
+    # The version that the bare name means, and the alias by which it does; None if it means none.
+    stable_version: int | None = None
+    stable_alias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

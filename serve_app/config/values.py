@@ -27,6 +27,7 @@ from pydantic import (
 
 from registry.errors import InvalidNameError
 from registry.names import check_alias
+from serve_app.field_problems import problem_of
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -215,7 +216,7 @@ def _problem(error: Mapping[str, Any]) -> str:
         return "is missing"
     expected = _EXPECTED.get(error["type"])
     if expected is None:
-        return str(error["msg"]).removeprefix("Value error, ")
+        return problem_of(error)
     kind, remedy = expected
     if error["input"] is None:
         return f"is empty and must be {kind}: {remedy} or remove the key"

@@ -69,6 +69,14 @@ async def wait_until_planned(
             await changed.wait_for(is_planned)
 
 
+def still_served_as(name: str, catalog: Catalog, lines: Sequence[BaseLine]) -> str | None:
+    """Returns the name of another base that serves the files of a version of `name`, or None. It
+    also answers requests for `name`."""
+    digests = {base.digest for base in catalog.bases if base.name == name}
+    others = (one for one in lines if one.name != name and one.state != "draining")
+    return next((one.name for one in others if one.digest in digests), None)
+
+
 async def _write(
     change: BaseChange,
     models: Sequence[ModelArgs],

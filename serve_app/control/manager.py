@@ -33,7 +33,7 @@ from serve_app.config import ModelArgs, PlatformArgs, log_format
 from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.adapter_checks import AdapterChecks
 from serve_app.control.adapter_plan import AdapterPlanner, plan_is_due
-from serve_app.control.base_admin import change_base, wait_until_planned
+from serve_app.control.base_admin import change_base, still_served_as, wait_until_planned
 from serve_app.control.base_plan import LastGood, plan, with_aliases
 from serve_app.control.broadcaster import Broadcaster
 from serve_app.control.fleet import Fleet
@@ -174,7 +174,8 @@ class Manager(KeyCalls):
         return self._fleet.lines
 
     @refusing
-    async def change_base(self, change: BaseChange) -> None:
+    async def change_base(self, change: BaseChange) -> str | None:
+        """Returns the name of the base that still serves the files of one that is removed."""
         registry, catalog = self._opened(), self._meanings.latest
         if catalog is None:
             raise RegistryUnavailableError(_UNREAD)
@@ -188,6 +189,8 @@ class Manager(KeyCalls):
             self._watcher.changed.set()
         if writes:
             await wait_until_planned(change, self._changed, lambda: self._planned)
+        removes = change.kind == "remove"
+        return still_served_as(change.name, catalog, self._fleet.lines) if removes else None
 
     async def canaries(self) -> tuple[CanaryStatus, ...]:
         return self._canaries.statuses()

@@ -62,6 +62,7 @@ class MessagesRequest(DialectRequest):
         (pattern(r"^tool_choice\.function\b"), "tool_choice"),
         (pattern(r"^response_format\.json_schema\b"), "output_config.format"),
         (pattern(r"^response_format\b"), "output_config.format"),
+        (pattern(r"^guided_json\b"), "output_format.schema"),
         (pattern(r"^stop(?=[:.]|$)"), "stop_sequences"),
         (pattern(r"^user\b"), "metadata.user_id"),
     )
@@ -240,16 +241,21 @@ def _set_choice(fields: Fields, choice: Fields) -> None:
         fields["parallel_tool_calls"] = False
 
 
+def _schema(form: Fields, where: str) -> Fields:
+    if form.get("type") != "json_schema":
+        refuse(f"{where}.type", 'must be "json_schema"', form.get("type"))
+    return object_of(form.get("schema"), f"{where}.schema")
+
+
 def _set_output(fields: Fields, body: Mapping[str, object]) -> None:
     """Sets the structure of the answer and the template's variables for thinking."""
     config = options_of(body.get("output_config"), "output_config")
-    form = options_of(config.get("format"), "output_config.format")
-    form = form or options_of(body.get("output_format"), "output_format")
-    if form:
-        if form.get("type") != "json_schema":
-            refuse("output_config.format.type", 'must be "json_schema"', form.get("type"))
-        schema = object_of(form.get("schema"), "output_config.format.schema")
+    if form := options_of(config.get("format"), "output_config.format"):
+        schema = _schema(form, "output_config.format")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    elif form := options_of(body.get("output_format"), "output_format"):
+        # Another field of chats, so that `renames` finds the name which the client sent.
+        fields["guided_json"] = _schema(form, "output_format")
     variables = dict(options_of(body.get("chat_template_kwargs"), "chat_template_kwargs"))
     effort, kind = config.get("effort"), None
     if effort is not None:

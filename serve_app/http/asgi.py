@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
+from serve_app.field_problems import problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        message = f"{name}: {first['msg']}, got {shown(first.get('input'))}."
+        message = f"{name}: {problem_of(first)}, got {shown(first.get('input'))}."
         return error_response(
             ApiError(400, message, param=name, code="invalid_value"), request.url.path
         )

@@ -16,6 +16,7 @@ from typing import Any, Never, NoReturn, TypeVar
 from pydantic import BaseModel, PlainValidator, ValidationError
 
 from serve_app.errors import ApiError, shown
+from serve_app.field_problems import problem_of
 
 MAX_OBJECT_KEYS = 4096
 # Objects and arrays in one body: at least 128 bytes each as Python objects.
@@ -201,8 +202,7 @@ def _to_api_error(error: ValidationError) -> ApiError:
         return ApiError(
             400, f"{field}: is required.", param=field, code="missing_required_parameter"
         )
-    words = first["msg"].removeprefix("Value error, ")  # pydantic's, before those of a validator
-    message = f"{field}: {words}, got {shown(first['input'])}."
+    message = f"{field}: {problem_of(first)}, got {shown(first['input'])}."
     return ApiError(400, message, param=field, code="invalid_value")
 
 

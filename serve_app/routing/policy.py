@@ -91,7 +91,5 @@ class BasePolicy:
 def unfitness(request: RoutingRequest, replica: ReplicaView) -> int:
     """Returns 0 for a fit replica; a higher number is a later resort."""
     if replica.replica_id in request.avoid:
-        return 3
-    if replica.is_draining:
         return 2
     return 0 if replica.is_connected or replica.updated_s == 0.0 else 1

@@ -73,7 +73,6 @@ class ReplicaView:
     limits: EngineLimits
     load: EngineLoad = field(default_factory=EngineLoad)
     load_s: LoadSeconds = NOT_MEASURED
-    is_draining: bool = False
     # Its frames arrive and its steps end in time; otherwise the values are old or not known yet.
     is_connected: bool = False
     updated_s: float = 0.0  # when the newest frame arrived, on this process's monotonic clock
@@ -237,7 +236,8 @@ class ReplicaViews:
                 view.limits = limits
 
     def set_replicas(self, replica_ids: Iterable[str]) -> bool:
-        """Replaces the set of replicas. Returns False if it is the same set."""
+        """Replaces the set of replicas. Returns False if it is the same set. Serve leaves out a
+        replica as soon as it drains."""
         wanted = frozenset(replica_ids)
         with self._lock:
             if wanted == self._by_id.keys():

@@ -134,8 +134,9 @@ class Limits:
         lease = self._leases.get(caller.key_id)
         if lease is None:
             return {}
-        own = lease.anthropic_headers(time.time()) if for_anthropic else {}
-        return lease.headers() | own
+        now_s = self._clock()
+        own = lease.anthropic_headers(now_s, time.time()) if for_anthropic else {}
+        return lease.headers(now_s) | own
 
     def text(self) -> bytes:
         """Returns the counts in Prometheus' text format."""
@@ -167,7 +168,7 @@ class Limits:
     ) -> RateLimitError:
         self.num_refused[name] += 1
         kind, words = _CODES[name]
-        limit, wait_s = lease.wait(name, tokens, now_s)
+        limit, wait_s = lease.refuse(name, tokens, now_s)
         return RateLimitError(words.format(limit=limit), kind, wait_s)
 
     async def _wait_for_grant(self, key_id: str, lease: KeyLease, tokens: float) -> None:

@@ -48,6 +48,8 @@ class _Rate(_Limit):
     balance: float = 0.0  # negative: requests used more than was expected
     wanted: float = 0.0  # by the last claim
     remaining: float = 0.0  # at the manager
+    room: float = 0.0  # at the manager, until its bucket is full
+    refused_until_s: float = -math.inf  # when the last request that it refused may come again
     was_alone: bool = False
 
     def lacks(self, amount: float, now_s: float, is_away: bool) -> bool:
@@ -81,7 +83,7 @@ class _Rate(_Limit):
     def apply(self, grant: Grant, now_s: float) -> bool:
         """Returns True if the next claims would be in vain: the demand is above its share."""
         self.balance += grant.amount
-        self.alone, self.remaining = grant.alone, grant.remaining
+        self.alone, self.remaining, self.room = grant.alone, grant.remaining, grant.room
         self.credited_s, self.was_alone = now_s, False
         return grant.amount < self.wanted and self.demand > self.alone
 
@@ -266,29 +268,32 @@ class KeyLease:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
         self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
 
-    def wait(self, name: LimitName, tokens: float, now_s: float) -> tuple[int, float]:
-        """Returns the limit and the expected seconds until it admits a request."""
+    def refuse(self, name: LimitName, tokens: float, now_s: float) -> tuple[int, float]:
+        """Returns the limit and the expected seconds until it admits a request. The headers of a
+        rate name no earlier time from now on."""
         wait_s = max(0.0, self._waits_s.get(name, now_s) - now_s)
         rate = self._rates.get(name)
         if rate is None:
             return self._totals[name].limit, wait_s
         lacking = _amount(name, tokens) - rate.balance
         share_s = min(60.0, lacking / rate.alone) if rate.alone else 60.0
-        return rate.limit, max(wait_s, share_s)
+        wait_s = max(wait_s, share_s)
+        rate.refused_until_s = now_s + wait_s
+        return rate.limit, wait_s
 
-    def headers(self) -> dict[str, str]:
+    def headers(self, now_s: float) -> dict[str, str]:
         """Returns the rates per minute in OpenAI's headers."""
         headers = {}
-        for name, limit, remaining, reset_s in self._states():
+        for name, limit, remaining, reset_s in self._states(now_s):
             headers[f"x-ratelimit-limit-{name}"] = str(limit)
             headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
             headers[f"x-ratelimit-reset-{name}"] = as_duration(reset_s)
         return headers
 
-    def anthropic_headers(self, wall_s: float) -> dict[str, str]:
+    def anthropic_headers(self, now_s: float, wall_s: float) -> dict[str, str]:
         """Returns the rates per minute in Anthropic's headers. `wall_s`: seconds since 1970."""
         headers = {}
-        for name, limit, remaining, reset_s in self._states():
+        for name, limit, remaining, reset_s in self._states(now_s):
             at = datetime.fromtimestamp(math.ceil(wall_s + reset_s), UTC)
             headers[f"anthropic-ratelimit-{name}-limit"] = str(limit)
             headers[f"anthropic-ratelimit-{name}-remaining"] = str(remaining)
@@ -298,12 +303,14 @@ class KeyLease:
     def _limits(self) -> tuple[tuple[LimitName, _Rate | _Total], ...]:
         return *self._rates.items(), *self._totals.items()
 
-    def _states(self) -> Iterator[tuple[LimitName, int, int, float]]:
-        """Yields each rate: its limit, the rest of it, and the seconds until there is more."""
+    def _states(self, now_s: float) -> Iterator[tuple[LimitName, int, int, float]]:
+        """Yields each rate: its limit, the rest of it, and the seconds until the rest is whole
+        again, at least until a refused request may come again."""
         for name, rate in self._rates.items():
             remaining = max(0.0, min(rate.limit, rate.balance + rate.remaining))
             per_s = rate.limit / 60
-            reset_s = max(0.0, (1.0 if rate.least else 0.0) - rate.balance) / per_s if per_s else 60
+            lacking = max(rate.room, 1.0 if rate.least else 0.0) - rate.balance
+            reset_s = max(0.0, lacking / per_s if per_s else 60.0, rate.refused_until_s - now_s)
             yield name, rate.limit, int(remaining + _ROUNDING), reset_s
 
 

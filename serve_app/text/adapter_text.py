@@ -21,6 +21,7 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from engine.errors import UnsupportedModelError
 from registry.entities import ADAPTER_TEXT_FILES
+from serve_app.field_problems import decoding_problem
 from serve_app.text import generation_defaults
 from serve_app.text.added_tokens import FILE as TOKENIZER
 from serve_app.text.added_tokens import AddedToken, added_by_tokenizer, check_added_tokens
@@ -296,8 +297,12 @@ def _token(token_id: object, entry: object) -> AddedToken:
     try:
         assert isinstance(entry, dict)
         return msgspec.convert({**entry, "id": int(str(token_id))}, AddedToken)
-    except (AssertionError, ValueError, msgspec.ValidationError) as error:
-        raise UnsupportedModelError(f"an added token cannot be read: {error}") from None
+    except msgspec.ValidationError as error:
+        why = decoding_problem(error)
+        raise UnsupportedModelError(f"an added token cannot be read: {why}") from None
+    except (AssertionError, ValueError):
+        why = f"{ascii(entry)[:100]} with the id {ascii(token_id)[:100]} is none"
+        raise UnsupportedModelError(f"an added token cannot be read: {why}") from None
 
 
 def _vocabulary(base: Mapping[str, bytes]) -> dict[str, int]:

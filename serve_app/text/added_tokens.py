@@ -16,6 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.errors import UnsupportedModelError
+from serve_app.field_problems import decoding_problem
 
 FILE = "tokenizer.json"
 MAX_ADDED_TOKENS = 1024
@@ -121,7 +122,7 @@ def _read(file: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
     try:
         return msgspec.json.decode(file, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse(f"{name} cannot be read: {error}")
+        _refuse(f"{name} cannot be read: {decoding_problem(error)}")
 
 
 def _compare_models(there: msgspec.Raw, here: msgspec.Raw) -> None:

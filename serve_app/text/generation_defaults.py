@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.admission import MIN_REPETITION_PENALTY
 from engine.errors import UnsupportedModelError
+from serve_app.field_problems import problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def own_generation_config(
     except ValidationError as error:
         first = error.errors()[0]
         raise UnsupportedModelError(
-            f"{FILE}: {first['loc'][0]} is {_shown(first['input'])}: {first['msg']}"
+            f"{FILE}: {first['loc'][0]} is {_shown(first['input'])}: {problem_of(first)}"
         ) from None
     kept = defaults.model_dump(exclude_none=True)
     if (eos := changed.get("eos_token_id")) is not None:

@@ -81,8 +81,15 @@ def remove(
     name: Name, wait: Wait = False, timeout_s: Timeout = _TIMEOUT_S, url: Url = DEFAULT_URL
 ) -> None:
     """Serve it no more; requests in flight finish."""
-    call_server(url, "DELETE", f"/admin/bases/{name}", dict)
-    _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
+    from serve_app.admin_api import BaseRemoval
+
+    removed = call_server(url, "DELETE", f"/admin/bases/{name}", BaseRemoval)
+    if (other := removed.still_served_as) is None:
+        _report(url, name, "gone", wait, timeout_s, f"{name} is drained and removed")
+        return
+    _report(url, name, "removed", wait, timeout_s, f"{name} is removed")
+    words = f"Its files stay served as {other}, which also answers requests for {name}"
+    console.print(words, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -119,7 +126,7 @@ def _report(url: str, name: str, wanted: str, wait: bool, timeout_s: float, word
 def _is_reached(url: str, name: str, wanted: str) -> bool:
     """Raises Failure if the base has failed."""
     lines = [line for line in _lines(url) if name in (line.name, f"{line.name}@{line.version}")]
-    if wanted == "gone":
+    if wanted in ("gone", "removed"):
         return not lines
     current = [line for line in lines if line.state != "draining"]
     if failed := [line for line in current if line.state == "failed"]:

@@ -58,7 +58,7 @@ def start(
     if weight is None and shadow is None:
         raise Failure("Give --weight, --shadow or both")
     given = {"version": version, "alias": alias, "weight": weight, "shadow": shadow}
-    _change(url, name, given)
+    _print(_change(url, name, given))
 
 
 @app.command()
@@ -70,23 +70,42 @@ def promote(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Make the canary the stable version of NAME."""
-    _change(url, f"{name}/promote", None if version is None else {"version": version})
+    body = None if version is None else {"version": version}
+    _print_end(_change(url, f"{name}/promote", body), "the canary is promoted")
 
 
 @app.command()
 def abort(name: Name, url: Url = DEFAULT_URL) -> None:
     """End the canary and the shadow of NAME."""
-    _change(url, f"{name}/abort")
+    _print_end(_change(url, f"{name}/abort"), "the trial has ended")
 
 
-def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> None:
+def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> CanaryStatus:
     from serve_app.canary.status import CanaryAnswer
 
-    _print(call_server(url, "POST", f"/admin/canaries/{path}", CanaryAnswer, body).canary)
+    return call_server(url, "POST", f"/admin/canaries/{path}", CanaryAnswer, body).canary
+
+
+def _print_end(after: CanaryStatus, words: str) -> None:
+    """Prints the meaning of a name whose canary has ended, and the rest of its trial, if any."""
+    name = after.name
+    text = Text.assemble((name, "bold"), f"  {words}")
+    if after.stable_version is not None:
+        text.append(f": {name} means version {after.stable_version}, by the alias ")
+        text.append(str(after.stable_alias))
+    console.print(text, soft_wrap=True)
+    _print_parts(after)
+    if not after.arms:
+        start = f"loraplex canary start {name} --version N --weight 0.1"
+        console.print(f"Another trial: {start}", markup=False, soft_wrap=True, highlight=False)
 
 
 def _print(canary: CanaryStatus) -> None:
     console.print(Text.assemble((canary.name, "bold"), f"  {canary.verdict}"), soft_wrap=True)
+    _print_parts(canary)
+
+
+def _print_parts(canary: CanaryStatus) -> None:
     if canary.arms:
         table = Table("arm", "version", "weight", "requests", "failed", "empty", "TTFT", box=None)
         for arm in canary.arms:

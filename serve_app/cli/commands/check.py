@@ -14,8 +14,9 @@ from engine.checks.parity import check_parity
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
-from serve_app.cli.commands.store import open_cache, open_registry
+from serve_app.cli.commands.store import open_cache, open_existing
 from serve_app.cli.effect import PROBES
+from serve_app.config import RegistryArgs
 
 _DEVICES: dict[str, Device] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda"}
 
@@ -34,7 +35,7 @@ def check(
 ) -> None:
     if device not in _DEVICES:
         raise Failure(f"--device is {device!r}; it can be {', '.join(_DEVICES)}")
-    registry = open_registry(tracking_uri)
+    registry = open_existing(RegistryArgs(tracking_uri=tracking_uri))
     found = registry.snapshot().resolve(name)
     if found.adapter is None:
         raise Failure(f"{name!r} is a base model; check takes an adapter")

@@ -21,13 +21,14 @@ from engine.checks.fit import Fit, estimate_fit
 from engine.config import KVCacheDtype, LoraDtype, QuantizationSetting
 from engine.devices import describe_devices
 from engine.errors import UnsupportedModelError
+from engine.host_memory import available_bytes, total_bytes
 from registry.catalog import Catalog
 from registry.errors import RegistryError
 from registry.store import shown_uri
 from serve_app import config
 from serve_app.cli import launch
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
-from serve_app.cli.commands.store import open_registry
+from serve_app.cli.commands.store import read_catalog
 from serve_app.control.base_plan import SERVE, parse_setting
 from serve_app.home import NAME, HomeError, is_open_to_others, prepare
 
@@ -206,9 +207,7 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    values = {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines}
-    total, free = values["MemTotal"] / _GIB, values["MemAvailable"] / _GIB
+    total, free = total_bytes() / _GIB, available_bytes() / _GIB
     words = f"{total:.1f} GiB, {free:.1f} GiB available"
     # Ray with the demo needs about 4 GiB: 2.5 for Ray's processes, the rest for the engine.
     if free < 4:
@@ -279,9 +278,10 @@ def _network() -> Finding:
 
 
 def _registry() -> Iterator[Finding]:
-    uri = shown_uri(config.tracking_uri(config.RegistryArgs()))
+    args = config.RegistryArgs()
+    uri = shown_uri(config.tracking_uri(args))
     try:
-        catalog = open_registry(None).snapshot()
+        catalog = read_catalog(args)
     except (RegistryError, HomeError) as error:
         remedy = "start it, or set MLFLOW_TRACKING_URI"
         yield Finding("registry", "fail", f"{uri}: {error}", remedy)

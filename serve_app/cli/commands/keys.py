@@ -48,7 +48,8 @@ def create(
     tokens_per_month: Annotated[int | None, typer.Option(help="Tokens per month, UTC")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer")] = None,
     lowest_priority: Annotated[
-        int | None, typer.Option(help="The smallest `priority` allowed")
+        int | None,
+        typer.Option(help="The smallest `priority` allowed, also of requests without one"),
     ] = None,
     url: Url = DEFAULT_URL,
     json: Json = False,

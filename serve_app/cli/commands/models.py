@@ -29,9 +29,10 @@ def models(
     if url is not None:
         _print_served(url.rstrip("/"), json)
         return
-    from serve_app.cli.commands.store import open_registry
+    from serve_app.cli.commands.store import read_catalog
+    from serve_app.config import RegistryArgs
 
-    catalog = open_registry(tracking_uri).snapshot()
+    catalog = read_catalog(RegistryArgs(tracking_uri=tracking_uri))
     if json:
         parts = ("bases", "adapters", "rejected", "dangling")
         print_json({part: getattr(catalog, part) for part in parts})

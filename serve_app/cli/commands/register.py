@@ -16,10 +16,10 @@ from registry.entities import AdapterVersion, BaseVersion
 from registry.manifest import Progress
 from serve_app.cli.commands.common import Failure, byte_progress, console, print_facts
 from serve_app.cli.commands.effect_table import print_effect
-from serve_app.cli.commands.store import open_cache, open_registry
+from serve_app.cli.commands.store import open_cache, open_existing, open_registry
 from serve_app.cli.effect import ProbeMode
 from serve_app.cli.registration import register_adapter, register_base
-from serve_app.config import default_home
+from serve_app.config import RegistryArgs, default_home
 from serve_app.home import prepare
 
 _MODES: dict[bool | None, ProbeMode] = {None: "auto", True: "always", False: "never"}
@@ -62,7 +62,7 @@ def adapter(
     unquantized_base: Path | None,
     tracking_uri: str | None,
 ) -> None:
-    registry = open_registry(tracking_uri)
+    registry = open_existing(RegistryArgs(tracking_uri=tracking_uri))
     cache = open_cache()
     with byte_progress() as progress:
         registered = register_adapter(

@@ -27,6 +27,7 @@ from engine.memory_plan import check_asked
 from registry.catalog import Catalog
 from registry.entities import BaseVersion
 from registry.errors import RegistryError, RegistryUnavailableError
+from registry.sqlite_database import missing_file
 from serve_app import config, logs
 from serve_app.cli import launch
 from serve_app.cli.commands.client import ModelLine, served_models
@@ -35,7 +36,7 @@ from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo import EXAMPLES
 from serve_app.cli.options import LogFormat
 from serve_app.control.cached_registry import stored_catalog_file
-from serve_app.home import ensure_token, prepare
+from serve_app.home import API_KEY, ensure_token, prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
 
 _POLL_S = 0.3
@@ -174,7 +175,10 @@ def _look_briefly(args: config.RegistryArgs) -> Catalog:
 
     def look() -> None:
         try:
-            answer.set_result(open_configured(args).snapshot(adopt="no"))
+            # The server creates a missing file; until then nothing is registered.
+            is_new = missing_file(config.tracking_uri(args)) is not None
+            registered = Catalog() if is_new else open_configured(args).snapshot(adopt="no")
+            answer.set_result(registered)
         except Exception as error:
             answer.set_exception(error)
 
@@ -219,7 +223,8 @@ def _run(
     console.print(f"[green]Ready[/] at {wanted.url} after {time.monotonic() - started_s:.1f} s")
     headers = {"authorization": f"Bearer {token}"}  # for a server whose requests need keys
     with httpx.Client(timeout=30, headers=headers) as client:
-        _print_examples(wanted.url, served_models(client, wanted.url))
+        served = served_models(client, wanted.url)
+    _print_examples(wanted.url, served, has_keys=wanted.args.tenancy.enabled)
     console.print(f"Log: {child.log}. Ctrl-C stops everything.")
     while not signals:
         _check_alive(child)
@@ -291,8 +296,13 @@ def _fail(child: launch.Child, reason: str) -> None:
     raise Failure(f"{reason}. The end of its log is above, all of it in {child.log}")
 
 
-def _print_examples(url: str, served: list[ModelLine]) -> None:
-    """Prints three commands to paste, with models of this server; the last streams."""
+def _print_examples(url: str, served: list[ModelLine], *, has_keys: bool) -> None:
+    """Prints three commands to paste, with models of this server; the last streams. `has_keys`:
+    requests need a key, which the shell takes from its environment."""
+    key = ""
+    if has_keys:
+        key = f'-H "Authorization: Bearer ${API_KEY}" '
+        console.print(f"[dim]# Requests need a key: loraplex keys create[/]\nexport {API_KEY}=KEY")
     bases = [line for line in served if line.parent is None]
     adapters = [line for line in served if line.parent is not None]
     adapters.sort(key=lambda line: line.id not in EXAMPLES)  # the demo's go first
@@ -310,7 +320,7 @@ def _print_examples(url: str, served: list[ModelLine]) -> None:
         data = shlex.quote(msgspec.json.encode(body).decode())
         console.print(
             f"curl -s{'N' if is_stream else ''} {url}/v1/chat/completions "
-            f"-H 'content-type: application/json' -d {data}",
+            f"-H 'content-type: application/json' {key}-d {data}",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -14,7 +14,7 @@ from registry.catalog import Catalog
 from registry.client import Registry
 from registry.errors import RegistryError
 from serve_app.cli.commands.common import Failure, console
-from serve_app.cli.commands.store import open_cache, open_configured
+from serve_app.cli.commands.store import open_cache, open_existing
 from serve_app.config import ModelArgs
 from serve_app.control.base_plan import with_aliases
 from serve_app.serve_file import ServeFileError, read_serve_file
@@ -32,7 +32,7 @@ def warm(file: Path, device: str | None, tracking_uri: str | None) -> None:
     registry_args = args.registry
     if tracking_uri is not None:
         registry_args = registry_args.model_copy(update={"tracking_uri": tracking_uri})
-    registry, cache = open_configured(registry_args), open_cache()
+    registry, cache = open_existing(registry_args), open_cache()
     # The engine's lines have the number of compiled kernels and the folder that keeps them.
     logging.getLogger("engine.warm_up").setLevel(logging.INFO)
     models = []

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -248,6 +249,42 @@ def test_memory_that_the_machine_lacks_ends_the_command_with_both_numbers(
     engine = f"name: tiny, engine: {{device: cpu, {field}: 9000GiB}}"
     error = refused(write_file(tmp_path, free_port(), "name: tiny", engine), home, capsys)
     assert f"args.models.0.engine: {field} is 9000.000 GiB, but this machine has" in error
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_gpu", "program", "wanted"),
+    [
+        (["auto"], True, "/bin/haproxy", True),
+        (["cpu", "cuda"], True, "/bin/haproxy", True),
+        ([], True, "/bin/haproxy", True),  # bases may come later
+        (["cpu"], True, "/bin/haproxy", False),
+        (["auto"], False, "/bin/haproxy", False),
+        (["auto"], True, None, False),
+    ],
+)
+def test_haproxy_is_in_front_of_bases_on_a_gpu(
+    devices: list[Literal["auto", "cpu", "cuda"]],
+    has_gpu: bool,
+    program: str | None,
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    models = [
+        ModelArgs(name=f"base-{number}", engine=EngineArgs(device=device))
+        for number, device in enumerate(devices)
+    ]
+    file = ServeFile(Path("serve.yaml"), "127.0.0.1", 8000, PlatformArgs(models=models))
+    monkeypatch.setattr(serve, "_has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(launch, "find_haproxy", lambda: program)
+    assert serve._wants_haproxy(file) == wanted
+    assert ("HAProxy is not installed" in capsys.readouterr().out) == (program is None)
+
+
+def test_the_program_of_haproxy_comes_with_ray() -> None:
+    found = launch.find_haproxy()
+    assert found is not None
+    assert os.access(found, os.X_OK)
 
 
 @pytest.mark.parametrize("has_keys", [False, True])

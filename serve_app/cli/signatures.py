@@ -44,7 +44,14 @@ def body_in(module: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 def serve(
     file: Annotated[Path, typer.Argument(help="A Serve config file, e.g. configs/quickstart.yaml")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for ready")] = 1800,
-    haproxy: Annotated[bool, typer.Option(help="HAProxy in front: for many streams")] = False,
+    haproxy: Annotated[
+        bool | None,
+        typer.Option(
+            "--haproxy/--no-haproxy",
+            help="HAProxy in front, for many streams; the default where a base has a GPU",
+            show_default=False,
+        ),
+    ] = None,
     drain_s: Annotated[
         float,
         typer.Option(

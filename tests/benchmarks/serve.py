@@ -80,7 +80,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=4, help="processes")
     parser.add_argument("--ingresses", type=int, default=4, help="ingress replicas")
-    parser.add_argument("--haproxy", action="store_true", help="in front, as `loraplex serve` can")
+    parser.add_argument(
+        "--haproxy",
+        action=argparse.BooleanOptionalAction,
+        help="in front; by default as `loraplex serve` has it, for a base on a GPU",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="KEY=VALUE", help="server's")
     parser.add_argument("--no-bare", action="store_true")
     parser.add_argument("--bare-from", type=Path, help="a file of `engine` from this machine")
@@ -93,7 +97,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vllm-slots", type=int, default=32, help="its adapters on the device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "serve-bench")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.haproxy is None:
+        args.haproxy = args.device == "cuda"
+    return args
 
 
 def measure_server(

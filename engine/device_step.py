@@ -16,7 +16,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -146,7 +146,8 @@ class DeviceSteps:
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(limits, pool, scratch, self._drawn, is_decode=False)
-        self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static)
+        few_layers = model.layers_of_each_kind(kv)
+        self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static, few_layers)
         sizes = piece_sizes(limits.max_tokens) if has_pieces else ()
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
 
@@ -357,9 +358,9 @@ class DeviceSteps:
             )
             return completed(samples, found)
 
-    def _run_static(self, key: GraphKey) -> torch.Tensor:
+    def _run_static(self, key: GraphKey, layers: Sequence[int] | None = None) -> torch.Tensor:
         inputs, sampling = self._decode.for_graph(key.size, key.lora)
-        hidden = self._model.forward(inputs, self._kv, self._pool)
+        hidden = self._model.forward(inputs, self._kv, self._pool, layers)
         logits = self._model.logits(hidden, inputs, 0, self._pool)
         self._draw(logits, sampling)
         return logits

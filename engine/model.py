@@ -8,8 +8,11 @@ own sequence only, up to the rounding of the matrix products. Free of requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+
 import torch
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, pad
 
 from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
@@ -21,6 +24,7 @@ from kernels.embedding import gather_embedding
 from kernels.lora_embed import lora_embed_
 from kernels.lora_head import lora_head_
 from kernels.lora_plan import LoraPlan
+from kernels.matrix import dense_linear
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import rms_norm, rms_norm_of_ranks_
 from kernels.rope_write import QueryScaling, RopeWrite
@@ -76,10 +80,27 @@ class Model:
         tables = {id(table): table.nbytes for table in self._cos_sin if table is not None}
         return sum(tables.values())
 
-    def forward(self, inputs: ForwardInputs, kv: KVCache, pool: AdapterPool) -> torch.Tensor:
-        """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens."""
+    def layers_of_each_kind(self, kv: KVCache) -> tuple[int, ...]:
+        """Returns layers that together launch every kernel and product of a step: the first two,
+        and the first with weights, a window or rotary angles of each other kind."""
+        kinds: dict[object, int] = {}
+        for i, layer in enumerate(self.weights.layers):
+            weights = tuple(_kind_of(getattr(layer, field.name)) for field in fields(layer))
+            window, rope = self.config.sliding_windows[i], self.config.ropes[i]
+            kinds.setdefault((weights, window, rope, kv.table_of[i]), i)
+        return tuple(sorted({0, min(1, self.config.num_layers - 1), *kinds.values()}))
+
+    def forward(
+        self,
+        inputs: ForwardInputs,
+        kv: KVCache,
+        pool: AdapterPool,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens.
+        `layers`: these alone are computed; None: all."""
         added, residual = None, self.embed(inputs, pool)
-        for i in range(self.config.num_layers):
+        for i in range(self.config.num_layers) if layers is None else layers:
             q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
             attended = self.attend(i, q, inputs, kv)
             added, residual = self.after_attention(i, attended, residual, inputs, pool)
@@ -205,7 +226,7 @@ class Model:
         if hidden.is_cuda and hidden.dtype != torch.float32:
             # Rounded to bf16, logits above 16 are 1/8 apart and greedy choices tie.
             return torch.mm(hidden, head.T, out_dtype=torch.float32)
-        return linear(hidden, head).float()
+        return dense_linear(hidden, head).float()
 
     def embed(self, inputs: ForwardInputs, pool: AdapterPool) -> torch.Tensor:
         token_ids, table, in_flight = inputs.token_ids, self.weights.embedding, inputs.in_flight
@@ -275,6 +296,15 @@ def _cos_sin(
     if rope is None:
         return None
     return cos_sin_table(rope, config.head_dim, max_len).to(weights.embedding.device)
+
+
+def _kind_of(weight: object) -> object:
+    """Returns the part of a weight that its kernels depend on: forms and types, no numbers."""
+    if isinstance(weight, torch.Tensor):
+        return weight.shape, weight.dtype
+    if is_dataclass(weight):
+        return type(weight), *(_kind_of(getattr(weight, one.name)) for one in fields(weight))
+    return weight
 
 
 def _query_scaling(rope: RopeConfig | None) -> QueryScaling | None:

@@ -11,7 +11,7 @@ values that cross attention are in the same three tensors for all sizes.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,7 +95,7 @@ class PiecewiseGraphs:
         if self._crossing is None:
             self._crossing = self._new_crossing()
         crossing, pieces = self._crossing, []
-        self._run(key, crossing, lambda piece: piece())  # compiles kernels, sets up libraries
+        self._run(key, crossing, lambda piece: piece(), few=True)  # sets up libraries
         self._run(key, crossing, lambda piece: pieces.append(record(piece, memory)))
         self._pieces[key] = tuple(pieces)
 
@@ -119,8 +119,11 @@ class PiecewiseGraphs:
             piece()
         return crossing.normed.index_select(0, inputs.logit_rows)
 
-    def _run(self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None]) -> None:
-        """Passes the pieces to `do`, one after the other."""
+    def _run(
+        self, key: GraphKey, crossing: _Crossing, do: Callable[[Piece], None], *, few: bool = False
+    ) -> None:
+        """Passes the pieces to `do`, one after the other. `few`: some that together launch every
+        kernel and product."""
         model, kv, pool = self._model, self._kv, self._pool
         inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
         last = model.config.num_layers - 1
@@ -142,8 +145,12 @@ class PiecewiseGraphs:
                     model.before_attention(i + 1, added, residual, inputs, kv, pool, q)[1]
                 )
 
+        layers: Iterable[int] = range(last + 1)
+        if few:  # a layer's projections are in the piece of the layer before
+            kinds = model.layers_of_each_kind(kv)
+            layers = sorted({last, *kinds, *(max(0, i - 1) for i in kinds)})
         do(begin)
-        for i in range(last + 1):
+        for i in layers:
             do(partial(go_on, i))
 
     def _new_crossing(self) -> _Crossing:

@@ -110,7 +110,7 @@ def _zero_adapter(sites: Sequence[Site], rank: int, digest: str) -> Adapter:
         return zeros[: rank * width].view(rank, width)
 
     modules = {
-        module: ModuleWeights(rows(target.site.in_features), rows(target.out_features))
+        module: ModuleWeights(rows(target.site.in_features), rows(target.out_features), bound=0.0)
         for module, target in targets.items()
     }
     return Adapter(digest, rank, modules, 0, is_noop=True)

@@ -9,11 +9,11 @@ library multiplies: the bytes of W are then few beside the products. Uses tensor
 from __future__ import annotations
 
 import torch
-import torch.nn.functional
 
 from kernels.backend import uses_triton
 from kernels.few_rows import HALF_TYPES
 from kernels.int4 import Int4Rows
+from kernels.matrix import dense_linear
 
 MAX_MID_ROWS = 128
 _CHUNK = 16 * 1024 * 1024  # elements of W that the reference has in float32 at a time
@@ -34,7 +34,7 @@ def int4_linear_many(
         return launch_int4_mid(rows, weight, bias)
     from kernels.triton_int4 import launch_write_out
 
-    return torch.nn.functional.linear(rows, launch_write_out(weight, x.dtype), bias)
+    return dense_linear(rows, launch_write_out(weight, x.dtype), bias)
 
 
 def sorted_columns(x: torch.Tensor, weight: Int4Rows) -> torch.Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional
 
 from kernels.backend import uses_triton
 from kernels.e4m3 import E4m3Rows, quantize_rows
@@ -23,7 +22,7 @@ from kernels.int4_linear import int4_linear_many, sorted_columns
 from kernels.lora_plan import Bridge, LoraPlan
 from kernels.lora_rows import SiteRows
 from kernels.lora_shrink_expand import lora_shrink
-from kernels.matrix import Matrix
+from kernels.matrix import Matrix, dense_linear
 
 if TYPE_CHECKING:
     from kernels.triton_linear_few import ShrinkBeside
@@ -81,7 +80,7 @@ def _library_product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None)
         return fp8_linear_many(x, weight, bias)
     if isinstance(weight, Int4Rows):
         return int4_linear_many(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
+    return dense_linear(x, weight, bias)
 
 
 def _has_branch(x: torch.Tensor, plan: LoraPlan) -> bool:

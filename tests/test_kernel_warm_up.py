@@ -19,8 +19,9 @@ from typing import Literal
 import pytest
 import torch
 
-from engine import kernel_trace, warm_batches
+from engine import device_step, kernel_trace, warm_batches
 from engine.config import EngineConfig, KVCacheDtype
+from engine.device_step import DeviceSteps
 from engine.int4_forms import Int4Forms, likely_forms, possible_forms
 from engine.kernel_trace import trace_kernels
 from engine.model_config import ModelConfig, parse_model_config
@@ -341,6 +342,38 @@ def test_an_engine_in_4_bits_has_products_of_its_own() -> None:
         "_write_out_kernel": 4,
     }
     assert traced("llama-3-8b-gptq") == traced("llama-3-8b")
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b", "smollm3", "last-layer-in-16-bits"])
+def test_few_layers_launch_what_all_layers_launch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a capture only these run, and a capture may load no kernel."""
+    forms: Int4Forms = {}
+    if name == "last-layer-in-16-bits":
+        name = "llama-3-8b-gptq"
+        forms = {n: form for n, form in likely_forms(model_named(name)).items() if ".31." not in n}
+    config = EngineConfig("", "", adapter_pool_bytes=pool_bytes(model_named(name), 8))
+    found = {}
+    # No layer is left out before, and no step beside those of the graphs is traced.
+    monkeypatch.setattr(kernel_trace, "_shortened", lambda model, int4: (model, int4))
+    monkeypatch.setattr(kernel_trace, "_trace_batches", lambda *_: iter(()))
+    monkeypatch.setattr(device_step, "graph_sizes", lambda _: (1, 64, 256))
+    monkeypatch.setattr(device_step, "piece_sizes", lambda _: (64, 1024))
+    for kind, trace in {"whole": DeviceSteps.trace, "few": trace_few_layers}.items():
+        monkeypatch.setattr(DeviceSteps, "trace", trace)
+        found[kind] = trace_kernels(config, model_named(name), torch.bfloat16, 4096, HOPPER, forms)
+    assert found["few"] == found["whole"]
+
+
+def trace_few_layers(steps: DeviceSteps) -> None:
+    few = steps._model.layers_of_each_kind(steps._kv)
+    assert len(few) < steps._model.config.num_layers / 2
+    for key in steps._graph_keys():
+        steps._run_static(key, few)
+    pieces = steps._pieces
+    for key in pieces.keys:
+        pieces._run(key, pieces._new_crossing(), lambda piece: piece(), few=True)
 
 
 def test_layers_in_other_forms_are_in_the_list() -> None:

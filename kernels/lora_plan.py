@@ -97,6 +97,26 @@ class _Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages of the runs of a step. Steps of the same sequences share them."""
+
+    flat: NDArray[np.int32]  # of all runs
+    fields: NDArray[np.int64]  # [3, R]: pages of each run, their offset in `flat`, the first page
+    owners: NDArray[np.int64]  # the run of each page
+    index: NDArray[np.int64]  # the place of each page in its run
+    most: int  # pages of a run
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def of(cls, runs: tuple[tuple[int, ...], ...]) -> _Pages:
+        counts = np.array([len(pages) for pages in runs], dtype=np.int64)
+        first = np.array([pages[0] if pages else 0 for pages in runs], dtype=np.int64)
+        flat = np.array(list(chain.from_iterable(runs)), dtype=np.int32)
+        fields = np.stack((counts, np.cumsum(counts) - counts, first))
+        return cls(flat, fields, *_spread(counts), max(map(len, runs), default=0))
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlanCounts:
     num_tokens: int
     num_small: int
@@ -128,16 +148,15 @@ def write_lora_plan(
 ) -> LoraPlanCounts:
     """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
     and weights are merged. The rows of an adapter are contiguous, but for `MAX_SPLITS` runs of the
-    base between them in a plan with large tiles. `weights`: factors of the pages'
-    deltas; None: all are 1. `large=False` for the plan of a CUDA graph of decodes and for the head:
-    small tiles only. `has_head`, `has_embedding`: an adapter of the step has the site. Elements
-    beyond the counts in `out` are left as they were and are not read."""
+    base between them in a plan with large tiles. `weights`: factors of the pages' deltas; None: all
+    are 1. `large=False` for the plan of a CUDA graph of decodes and for the head: small tiles only.
+    `has_head`, `has_embedding`: an adapter of the step has the site. Elements beyond the counts in
+    `out` are left as they were and are not read."""
     layout = _Layout.of(max_tokens, max_pages, large)
     merged, merged_weights = _merge(runs, weights)
     num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
-    num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
-    flat = np.array(list(chain.from_iterable(pages for pages, _ in merged)), dtype=np.int32)
-    row_ends, page_ends = np.cumsum(num_rows), np.cumsum(num_pages)
+    listed = _Pages.of(tuple([tuple(pages) for pages, _ in merged]))
+    flat, row_ends = listed.flat, np.cumsum(num_rows)
     num_tokens = int(row_ends[-1]) if merged else 0
     if num_tokens > max_tokens or len(flat) > layout.pages:
         raise ValueError(
@@ -151,15 +170,19 @@ def write_lora_plan(
     page_start, weight_start = layout.starts[4:6]
     out[page_start : page_start + len(flat)] = flat
     out[weight_start : weight_start + len(flat)] = factors
-    first = np.array([pages[0] if pages else 0 for pages, _ in merged], dtype=np.int64)
-    fields = np.stack((row_ends - num_rows, num_rows, num_pages, page_ends - num_pages, first))
+    fields = np.empty((5, len(merged)), dtype=np.int64)
+    np.subtract(row_ends, num_rows, out=fields[0])
+    fields[1], fields[2:] = num_rows, listed.fields
     big, num_big, num_big_rows = None, 0, 0
     if large:
         is_large = num_rows >= LARGE_MIN_RUN
         big = _tiles(fields[:, is_large], LARGE_ROWS)
         fields, num_big, num_big_rows = fields[:, ~is_large], big.shape[1], int(big[1].sum())
     small = _tiles(fields, SMALL_ROWS)
-    units = _units(small, flat, factors)
+    if not num_big and small.shape[1] == len(merged):  # a tile each
+        units = _units(small, flat, factors, listed.owners, listed.index)
+    else:
+        units = _units(small, flat, factors, *_spread(small[2]))
     _write_tables(out, layout, small, units, big)
     header = (
         small.shape[1],
@@ -167,7 +190,7 @@ def write_lora_plan(
         num_big,
         num_tokens - num_big_rows,
         num_big_rows,
-        max((len(pages) for pages, _ in merged), default=0),
+        listed.most,
     )
     out[: len(header)] = header
     out[HEAD_UNITS], out[HEAD_TILES] = (header[1], header[0]) if has_head else (0, 0)
@@ -232,19 +255,27 @@ def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
 
 
 def _units(
-    tiles: NDArray[np.int64], pages: NDArray[np.int32], weights: NDArray[np.int32] | int
+    tiles: NDArray[np.int64],
+    pages: NDArray[np.int32],
+    weights: NDArray[np.int32] | int,
+    owners: NDArray[np.int64],
+    index: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Returns every page of every tile, with the fields of a unit. `weights`: bits of each page's,
-    or of all."""
-    owners = np.repeat(np.arange(tiles.shape[1]), tiles[2])
-    index = _count_within(tiles[2])
-    at = tiles[3][owners] + index
+    or of all. `owners`, `index`: the tile of each unit, and the place among its pages."""
+    own = tiles[:, owners]
+    at = own[3] + index
     units = np.empty((6, len(index)), dtype=np.int64)
-    units[[0, 1, 4]] = tiles[[0, 1, 5]][:, owners]
+    units[0], units[1], units[4] = own[0], own[1], own[5]
     units[2] = pages[at]
     units[3] = index
     units[5] = weights if isinstance(weights, int) else weights[at]
     return units
+
+
+def _spread(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns, of each page, the number of its owner and its place among the owner's pages."""
+    return np.repeat(np.arange(len(counts)), counts), _count_within(counts)
 
 
 def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,100 @@
+"""The sampling parameters and block tables of decoding sequences, as arrays that steps share.
+
+The device waits for a step with drafts to be written. Its rows are gathered from these arrays by a
+few operations: one by one are written the parameters of a new sequence and the blocks that a
+sequence has got since its last step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.step_buffers import StepBuffers
+from engine.types import ScheduledSequence, Sequence
+
+_SEED_MASK = 2**64 - 1
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+@dataclass(slots=True)
+class _Row:
+    """The entries of a sequence's tables that are written. A table only grows, apart from entries
+    that a window has passed, until the sequence is preempted: it then gets another list."""
+
+    number: int
+    tables: list[list[int] | None]
+    counts: list[int]
+
+
+class DecodeColumns:
+    def __init__(self, max_seqs: int, max_blocks: int, num_tables: int) -> None:
+        # The system gives memory only to the part that is written.
+        self.tables = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_tables)]
+        self._rows: dict[Sequence, _Row] = {}
+        self._free = list(range(max_seqs))
+        self._floats = {
+            name: np.zeros(max_seqs, dtype=np.float32) for name in ("temperature", "top_p", "min_p")
+        }
+        self._ints = {name: np.zeros(max_seqs, dtype=np.int32) for name in ("top_k", "choices")}
+        self._seeds = np.zeros(max_seqs, dtype=np.int64)
+
+    def update(self, parts: tuple[ScheduledSequence, ...], block_size: int) -> Ints:
+        """Brings the rows of the parts' sequences up to date and returns their numbers. Sequences
+        without a part are forgotten."""
+        rows, numbers = self._rows, []
+        last = len(self.tables) - 1
+        for part in parts:
+            sequence = part.sequence
+            row = rows.get(sequence)
+            if row is None:
+                row = self._add(sequence, parts)
+            numbers.append(row.number)
+            stop = -(-part.end // block_size)
+            self._extend(row, 0, sequence.block_table, stop)
+            if last:
+                self._extend(row, 1, sequence.window_table, stop)
+            if sequence.num_dropped:
+                table = sequence.window_table if last else sequence.block_table
+                self.tables[last][row.number, : sequence.num_dropped] = table[0]  # all the same
+        if len(rows) > len(parts):
+            self._forget_others(parts)
+        return np.array(numbers, dtype=np.int32)
+
+    def write_draws(self, buffers: StepBuffers, numbers: Ints) -> None:
+        """Writes the parameters of draws of the sequences with these row numbers."""
+        count = len(numbers)
+        for name, floats in self._floats.items():
+            buffers.host_floats(name)[:count] = floats[numbers]
+        for name, ints in self._ints.items():
+            buffers.host(name)[:count] = ints[numbers]
+        buffers.host_longs("seeds")[:count] = self._seeds[numbers]
+
+    def _extend(self, row: _Row, index: int, table: list[int], stop: int) -> None:
+        if row.tables[index] is not table:
+            row.tables[index], row.counts[index] = table, 0
+        count = row.counts[index]
+        if count < stop:
+            self.tables[index][row.number, count:stop] = table[count:stop]
+            row.counts[index] = stop
+
+    def _add(self, sequence: Sequence, parts: tuple[ScheduledSequence, ...]) -> _Row:
+        if not self._free:
+            self._forget_others(parts)
+        number, num_tables = self._free.pop(), len(self.tables)
+        params = sequence.request.params
+        columns: dict[str, np.ndarray[Any, Any]] = {**self._floats, **self._ints}
+        for name, column in columns.items():
+            column[number] = sequence.choice if name == "choices" else getattr(params, name)
+        self._seeds[number] = np.uint64(sequence.seed & _SEED_MASK).astype(np.int64)
+        row = _Row(number, [None] * num_tables, [0] * num_tables)
+        self._rows[sequence] = row
+        return row
+
+    def _forget_others(self, parts: tuple[ScheduledSequence, ...]) -> None:
+        """Forgets the sequences that have no part: they have ended, or wait."""
+        kept = {part.sequence for part in parts}
+        for sequence in [one for one in self._rows if one not in kept]:
+            self._free.append(self._rows.pop(sequence).number)

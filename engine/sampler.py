@@ -59,21 +59,35 @@ def by_sequence(batch: ScheduledBatch, answer: Callable[[int], Sample]) -> list[
     for rows that follow tokens which were drawn."""
     samples: list[Sample] = []
     row = 0
-    for part in batch.sequences:
-        if not part.samples:
+    for _, _, _, is_drawn, draft in batch.sequences:
+        if not is_drawn:
             samples.append(Sample(None))
             continue
         sample = answer(row)
-        if part.draft:
-            draws = [sample]
-            for index, token_id in enumerate(part.draft, row + 1):
-                if draws[-1].token_id != token_id:
-                    break
-                draws.append(answer(index))
-            sample = sample._replace(after_draft=tuple(draws[1:]))
+        row += 1
+        if draft:
+            if sample.token_id == draft[0]:
+                sample = _with_draws(sample, draft, row, answer)
+            row += len(draft)
         samples.append(sample)
-        row += 1 + len(part.draft)
     return samples
+
+
+def _with_draws(
+    sample: Sample, draft: tuple[int, ...], row: int, answer: Callable[[int], Sample]
+) -> Sample:
+    """Returns the sample with the draws after the tokens of its draft, whose rows begin here."""
+    draws: list[Sample] = []
+    newest = sample.token_id
+    for index, token_id in enumerate(draft, row):
+        if newest != token_id:
+            break
+        draws.append(answer(index))
+        newest = draws[-1].token_id
+    # Not by `_replace`, which takes three times as long.
+    return Sample(
+        sample.token_id, sample.logprobs, sample.prompt_logprobs, sample.is_finite, tuple(draws)
+    )
 
 
 def token_logprobs(

@@ -143,6 +143,8 @@ class DraftGate:
         # Steps without prompt tokens, by sequences and draft tokens in powers of two.
         self._means: dict[tuple[int, int], _Mean] = {}
         self._step = 0
+        # As `_expected_s` returns it, with the step, the sequences and `row_s` of its call.
+        self._expected: tuple[tuple[int, int, float], float, Floats] | None = None
 
     def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Records a step without prompt tokens."""
@@ -178,23 +180,35 @@ class DraftGate:
         counts = [0] * len(survivals)
         if self.is_stale(num_sequences):
             return counts
-        (_, plain_s), *points = self._points(num_sequences, row_s)
-        # Unknown sizes are tried from small ones on: a wrong guess then costs little.
-        limit = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
-        values = np.fromiter(chain.from_iterable(survivals), np.float64)
+        plain_s, seconds = self._expected_s(num_sequences, row_s)
+        values = np.array(list(chain.from_iterable(survivals)))
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
-        best = np.argsort(-values, kind="stable")[:limit]
-        best = best[values[best] >= _LEAST]
-        if not len(best):
-            return counts
-        expected = num_sequences + np.cumsum(values[best])
-        rates = expected / _seconds(len(best), plain_s, points, row_s)
-        most = int(np.argmax(rates))
-        if rates[most] <= _GAIN * num_sequences / plain_s:
+        best = np.argsort(-values, kind="stable")[: len(seconds)]
+        found = values[best]
+        rates = (num_sequences + np.cumsum(found)) / seconds[: len(best)]
+        rates = rates[: np.count_nonzero(found >= _LEAST)]
+        most = int(rates.argmax()) if len(rates) else 0
+        if not len(rates) or rates[most] <= _GAIN * num_sequences / plain_s:
             return counts
         owners = np.repeat(np.arange(len(survivals)), [len(one) for one in survivals])
         chosen: list[int] = np.bincount(owners[best[: most + 1]], minlength=len(survivals)).tolist()
         return chosen
+
+    def prepare(self, num_sequences: int, row_s: float) -> None:
+        """Computes a part of the next `choose` with these arguments, while no device waits."""
+        if not self.is_stale(num_sequences):
+            self._expected_s(num_sequences, row_s)
+
+    def _expected_s(self, num_sequences: int, row_s: float) -> tuple[float, Floats]:
+        """Returns the expected duration of a step without drafts, and of steps with 1, 2 and more
+        draft tokens, up to the most that may be tried."""
+        key = self._step, num_sequences, row_s
+        if self._expected is None or self._expected[0] != key:
+            (_, plain_s), *points = self._points(num_sequences, row_s)
+            # Unknown sizes are tried from small ones on: a wrong guess then costs little.
+            most = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
+            self._expected = key, plain_s, _seconds(most, plain_s, points, row_s)
+        return self._expected[1:]
 
     def _points(self, num_sequences: int, row_s: float) -> list[tuple[float, float]]:
         """Returns the (draft tokens, seconds) of measured steps of about so many sequences, by

@@ -100,7 +100,10 @@ class Speculation:
             and (has_arrivals or self._had_prompts)
         ):
             return False
-        return not any(s.num_scheduled_tokens < s.num_prompt_tokens for s in running)
+        if any(s.num_scheduled_tokens < s.num_prompt_tokens for s in running):
+            return False
+        self._gate.prepare(len(running), self._cost.sequence_s)
+        return True
 
     def _tries_in_vain(self, num_running: int) -> int:
         return self._num_in_vain.get(num_running.bit_length(), self._newest_in_vain)

@@ -103,11 +103,9 @@ def add_tokens(
     state = sequence.grammar_state
     if state is None and not params.stop_token_ids and eos_token_ids.isdisjoint(drawn):
         # The usual case, in a part of the time.
-        room = min(
-            params.max_tokens - sequence.num_output_tokens,
-            max_model_len - len(sequence.token_ids),
-        )
-        if len(drawn) < room:
+        num_tokens = len(sequence.token_ids) + len(drawn)
+        num_output = num_tokens - sequence.num_prompt_tokens
+        if num_tokens < max_model_len and num_output < params.max_tokens:
             sequence.token_ids += drawn
             return None
     end = None

@@ -20,6 +20,7 @@ from kernels.mask_logits import mask_logits_, num_mask_words
 from kernels.sampling import add_bias_, apply_penalties_, ban_, draw, gather_logprobs
 
 _SEED_MASK = 2**64 - 1
+NOT_FINITE, _UNDRAWN = Sample(None, is_finite=False), Sample(None)
 
 
 def sample(
@@ -70,6 +71,31 @@ def by_sequence(batch: ScheduledBatch, answer: Callable[[int], Sample]) -> list[
                 sample = _with_draws(sample, draft, row, answer)
             row += len(draft)
         samples.append(sample)
+    return samples
+
+
+def kept_by_sequence(batch: ScheduledBatch, token_ids: Sequence[int]) -> list[Sample]:
+    """Returns one sample per sequence of the batch, where no draw has log-probabilities: the device
+    waits for it. `token_ids`: of each row, negative where it is not finite."""
+    samples: list[Sample] = []
+    row = 0
+    for _, _, _, is_drawn, draft in batch.sequences:
+        if not is_drawn:
+            samples.append(_UNDRAWN)
+            continue
+        token_id, first = token_ids[row], row
+        row += 1 + len(draft)
+        if token_id < 0:
+            samples.append(NOT_FINITE)
+        elif not draft:
+            samples.append(Sample(token_id))
+        else:
+            stop, newest = first + 1, token_id
+            for guess in draft:
+                if newest != guess or (newest := token_ids[stop]) < 0:
+                    break
+                stop += 1
+            samples.append(Sample(token_id, None, (), True, (), tuple(token_ids[first:stop])))
     return samples
 
 

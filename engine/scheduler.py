@@ -211,9 +211,10 @@ class Scheduler:
             # One token is left for each younger sequence: an old prompt that was admitted late,
             # for lack of room for its adapter, must not stall decoding sequences.
             num_younger = len(self._running) - index
-            count = min(sequence.num_tokens - start, max(1, budget - num_younger))
+            num_left = sequence.num_tokens - start
+            count = 1 if num_left == 1 else min(num_left, max(1, budget - num_younger))
             assert count > 0
-            if sequence.num_tokens - start > 1:
+            if num_left > 1:
                 if prompts is None:
                     prompts = self._prompt_budget(self._num_decoding(), self._queued_tokens())
                 count = min(count, prompts)
@@ -335,25 +336,30 @@ class Scheduler:
         # Otherwise the grammar forced the token while this step was in flight: its draw is void.
         if samples and end == len(sequence.token_ids):
             sequence.num_tokens_in_flight -= 1
-            if sample.token_id is not None:
-                self._commit_draws(item, kept_draws(item, sample) if draft else (sample,))
+            if sample.kept:
+                self._commit_draws(item, sample.kept, ())
+            elif sample.token_id is not None:
+                draws = kept_draws(item, sample) if draft else (sample,)
+                drawn = [draw.token_id for draw in draws if draw.token_id is not None]
+                self._commit_draws(item, drawn, draws)
 
-    def _commit_draws(self, item: ScheduledSequence, draws: ListLike[Sample]) -> None:
+    def _commit_draws(
+        self, item: ScheduledSequence, drawn: ListLike[int], draws: ListLike[Sample]
+    ) -> None:
         sequence = item.sequence
-        offset = sequence.num_output_tokens
-        drawn = [draw.token_id for draw in draws if draw.token_id is not None]
+        offset = len(sequence.token_ids) - sequence.num_prompt_tokens
         can_force, eos_token_ids = self._config.force_grammar_tokens, self._eos_token_ids
         end = add_tokens(sequence, drawn, eos_token_ids, self._max_model_len, can_force=can_force)
         if isinstance(end, str):
             self._leave(sequence, Ending("error"), end)
             return
-        stop = sequence.num_output_tokens
+        stop = len(sequence.token_ids) - sequence.num_prompt_tokens
         if stop > offset + 1:
             sequence.num_tokens_in_flight = 0
         if self._speculation is not None:
             self._speculation.observe_draws(item, drawn)
         if item.draft:
-            self._commit_draft(item, len(draws) - 1)
+            self._commit_draft(item, len(drawn) - 1)
         if end is not None:
             self._forget(sequence)
         self._changes.append(NewTokens(sequence, offset, stop, draws, end))

@@ -8,14 +8,14 @@ sequence has got since its last step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from engine.step_buffers import StepBuffers
+from engine.step_buffers import PER_DRAW, StepBuffers
 from engine.types import ScheduledSequence, Sequence
 
 _SEED_MASK = 2**64 - 1
+_TOP_K, _CHOICES = PER_DRAW.index("top_k"), PER_DRAW.index("choices")  # integers
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
@@ -35,10 +35,7 @@ class DecodeColumns:
         self.tables = [np.zeros((max_seqs, max_blocks), dtype=np.int32) for _ in range(num_tables)]
         self._rows: dict[Sequence, _Row] = {}
         self._free = list(range(max_seqs))
-        self._floats = {
-            name: np.zeros(max_seqs, dtype=np.float32) for name in ("temperature", "top_p", "min_p")
-        }
-        self._ints = {name: np.zeros(max_seqs, dtype=np.int32) for name in ("top_k", "choices")}
+        self._draws = np.zeros((len(PER_DRAW) - 1, max_seqs), dtype=np.int32)  # floats' bits, too
         self._seeds = np.zeros(max_seqs, dtype=np.int64)
 
     def update(self, parts: tuple[ScheduledSequence, ...], block_size: int) -> Ints:
@@ -64,12 +61,10 @@ class DecodeColumns:
         return np.array(numbers, dtype=np.int32)
 
     def write_draws(self, buffers: StepBuffers, numbers: Ints) -> None:
-        """Writes the parameters of draws of the sequences with these row numbers."""
+        """Writes the parameters of draws of the sequences with these row numbers, without the
+        positions."""
         count = len(numbers)
-        for name, floats in self._floats.items():
-            buffers.host_floats(name)[:count] = floats[numbers]
-        for name, ints in self._ints.items():
-            buffers.host(name)[:count] = ints[numbers]
+        buffers.host_draws()[:-1, :count] = self._draws[:, numbers]
         buffers.host_longs("seeds")[:count] = self._seeds[numbers]
 
     def _extend(self, row: _Row, index: int, table: list[int], stop: int) -> None:
@@ -85,9 +80,9 @@ class DecodeColumns:
             self._forget_others(parts)
         number, num_tables = self._free.pop(), len(self.tables)
         params = sequence.request.params
-        columns: dict[str, np.ndarray[Any, Any]] = {**self._floats, **self._ints}
-        for name, column in columns.items():
-            column[number] = sequence.choice if name == "choices" else getattr(params, name)
+        floats = self._draws.view(np.float32)
+        floats[:, number] = params.temperature, 0.0, params.top_p, params.min_p, 0.0
+        self._draws[_TOP_K, number], self._draws[_CHOICES, number] = params.top_k, sequence.choice
         self._seeds[number] = np.uint64(sequence.seed & _SEED_MASK).astype(np.int64)
         row = _Row(number, [None] * num_tables, [0] * num_tables)
         self._rows[sequence] = row

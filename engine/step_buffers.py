@@ -21,7 +21,8 @@ Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 _ALIGNMENT = 4  # words: 16 bytes, the alignment of a kernel's vector load
 _PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
 SLOTS = ("slots", "window_slots")  # of each block table
-_PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
+# One behind the other; the last one differs from draw to draw of a sequence.
+PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class BufferSizes:
             "head": self.head_words,
             "seeds": 2 * self.max_draws,  # 64-bit, hence before fields of any number of words
             **dict.fromkeys(_PER_TOKEN + SLOTS[1 : self.num_tables], self.max_tokens),
-            **dict.fromkeys(_PER_DRAW, self.max_draws),
+            **dict.fromkeys(PER_DRAW, self.max_draws),
             "kv_lens": self.max_seqs,
             "query_start": self.max_seqs + 1,
             "attention": self.attention_words,
@@ -104,6 +105,13 @@ class StepBuffers:
 
     def host_longs(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         return self.host(name).view(np.int64)
+
+    def host_draws(self) -> Words:
+        """Returns [fields of a draw, draws], in the order of `PER_DRAW`."""
+        start, stop = self._fields[PER_DRAW[0]].start, self._fields[PER_DRAW[-1]].start
+        stride = (stop - start) // (len(PER_DRAW) - 1)
+        words: Words = self._hosts[self.turn].numpy()[start : stop + stride]
+        return words.reshape(len(PER_DRAW), stride)
 
     def host_tables(
         self, num_rows: int, width: int, table: int = 0

@@ -38,19 +38,20 @@ class DecodeColumns:
         self._draws = np.zeros((len(PER_DRAW) - 1, max_seqs), dtype=np.int32)  # floats' bits, too
         self._seeds = np.zeros(max_seqs, dtype=np.int64)
 
-    def update(self, parts: tuple[ScheduledSequence, ...], block_size: int) -> Ints:
-        """Brings the rows of the parts' sequences up to date and returns their numbers. Sequences
-        without a part are forgotten."""
-        rows, numbers = self._rows, []
+    def update(self, parts: tuple[ScheduledSequence, ...], block_size: int) -> tuple[Ints, int]:
+        """Brings the rows of the parts' sequences up to date. Returns their numbers, and the most
+        entries of a table. Sequences without a part are forgotten."""
+        rows, numbers, most = self._rows, list[int](), 0
         last = len(self.tables) - 1
-        for part in parts:
-            sequence = part.sequence
+        for sequence, _, end, _, _ in parts:
             row = rows.get(sequence)
             if row is None:
                 row = self._add(sequence, parts)
             numbers.append(row.number)
-            stop = -(-part.end // block_size)
-            self._extend(row, 0, sequence.block_table, stop)
+            stop = -(-end // block_size)
+            most = max(most, stop)
+            if row.counts[0] < stop or row.tables[0] is not sequence.block_table:
+                self._extend(row, 0, sequence.block_table, stop)
             if last:
                 self._extend(row, 1, sequence.window_table, stop)
             if sequence.num_dropped:
@@ -58,7 +59,7 @@ class DecodeColumns:
                 self.tables[last][row.number, : sequence.num_dropped] = table[0]  # all the same
         if len(rows) > len(parts):
             self._forget_others(parts)
-        return np.array(numbers, dtype=np.int32)
+        return np.array(numbers, dtype=np.int32), most
 
     def write_draws(self, buffers: StepBuffers, numbers: Ints) -> None:
         """Writes the parameters of draws of the sequences with these row numbers, without the

@@ -228,8 +228,8 @@ class DeviceSteps:
         layout = self._write(batch)
         # The parameters belong to a sequence: its rows, many with a draft, need no check.
         drawing = [part for part in batch.sequences if part.samples]
-        is_late = any(draws_late(part) for part in drawing)
-        if is_late or any(changes_logits(part) for part in drawing):
+        is_late = any(map(draws_late, drawing))
+        if is_late or any(map(changes_logits, drawing)):
             layout = replace(layout, all_draw=False)
         inputs = self._decode if layout.is_decode else self._mixed
         number = 0

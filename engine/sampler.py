@@ -182,9 +182,8 @@ def draws_late(part: ScheduledSequence) -> bool:
     """Returns True if the draw depends on a token that may be in flight: of a grammar, which may
     begin with it, or of penalties. Masks are filled while the device computes in any case."""
     sequence = part.sequence
-    is_in_flight = part.end > len(sequence.token_ids)
     return sequence.grammar_state is not None or (
-        is_in_flight and sequence.request.params.has_penalties
+        part.end > len(sequence.token_ids) and sequence.request.params.has_penalties
     )
 
 

@@ -55,8 +55,7 @@ def write_decodes(
     positions = rows.positions
     host("positions")[:count] = positions
     blocks, offsets = np.divmod(positions, block_size)
-    width, num_sequences = int(blocks.max()) + 1, len(rows.kv_lens)
-    numbers = columns.update(parts, block_size)
+    (numbers, width), num_sequences = columns.update(parts, block_size), len(rows.kv_lens)
     numbers_of_rows = numbers[rows.owners]
     for index, name in enumerate(SLOTS[: buffers.num_tables]):
         table = columns.tables[index]
@@ -93,12 +92,13 @@ class _DecodeRows:
 def _decode_rows(parts: Parts, max_queries: int) -> _DecodeRows:
     starts = np.array([part.start for part in parts], dtype=np.int32)
     own = np.arange(len(parts), dtype=np.int32)
-    if not any(part.draft for part in parts):
-        return _DecodeRows(own, starts, own, np.ones_like(own), starts + 1)
-    counts = np.array([part.end - part.start for part in parts], dtype=np.int32)
+    rows_of = [part.end - part.start for part in parts]
+    counts, most = np.array(rows_of, dtype=np.int32), max(rows_of)
+    if most == 1:
+        return _DecodeRows(own, starts, own, counts, starts + 1)
     owners, offsets = _spread(own, counts)
     positions = starts[owners] + offsets
-    if counts.max() <= max_queries:
+    if most <= max_queries:
         return _DecodeRows(owners, positions, own, counts, starts + counts)
     pieces = -(-counts // max_queries)
     sequence_owners, number = _spread(own, pieces)

@@ -310,14 +310,12 @@ class ScheduledBatch:
     @property
     def num_decoding(self) -> int:
         """The number of sequences that compute one token, beside a draft, and sample the next."""
-        return sum(
-            s.samples and (s.end - s.start == 1 or s.known_end - s.start == 1)
-            for s in self.sequences
-        )
+        lengths = [(s.end - s.start, len(s.draft)) for s in self.sequences if s.samples]
+        return sum([length == 1 or length - drafted == 1 for length, drafted in lengths])
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(len(s.draft) for s in self.sequences)
+        return sum([len(s.draft) for s in self.sequences])
 
     @cached_property
     def rows(self) -> tuple[ScheduledSequence, ...]:

@@ -190,7 +190,8 @@ def test_columns_follow_sequences_that_grow_end_and_are_preempted(num_tables: in
             running.pop(draw.randrange(len(running)))
         running = [grown(draw, part, num_tables > 1) for part in running]
         parts = tuple(part for part in running if draw.random() < 0.9)
-        numbers = columns.update(parts, BLOCK)
+        numbers, most = columns.update(parts, BLOCK)
+        assert most == max((-(-part.end // BLOCK) for part in parts), default=0)
         buffers = make_buffers(num_tables)
         columns.write_draws(buffers, numbers)
         assert len(set(numbers.tolist())) == len(parts)

@@ -207,6 +207,7 @@ class Speculation:
         for acceptance, draft, token_ids in self._to_learn:
             acceptance.observe(draft, token_ids)
         self._to_learn.clear()
+        self._drafter.learn()
 
     def observe_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Records the duration of a step without prompt tokens."""

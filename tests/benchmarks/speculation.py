@@ -81,6 +81,8 @@ class ReplayedDrafter:
         )
         return Draft(ids, _MATCH_LENGTH) if ids else None
 
+    def learn(self) -> None: ...
+
     def end(self, sequence: Choice) -> None: ...
 
 

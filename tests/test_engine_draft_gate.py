@@ -224,6 +224,8 @@ def test_the_choice_has_the_most_tokens_per_second_of_all_numbers_of_drafts() ->
         for _ in range(9):
             for num_drafted, seconds in ((0, plain_s), (20, first_s), (40, second_s)):
                 gate.observe(8, num_drafted, seconds)
+                if draw.random() < 0.2:
+                    gate.prepare(8, 1e-4)
         row_s = draw.choice((0.0, 1e-4))
         survivals = [
             list(accumulate((draw.choice((0.5, 0.8)) for _ in range(8)), mul)) for _ in range(8)

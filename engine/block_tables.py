@@ -48,7 +48,8 @@ class BlockTables:
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns the number of blocks that `grow` allocates."""
-        return max(0, self.pool.blocks_for(num_tokens) - len(sequence.block_table))
+        missing = -(-num_tokens // self.pool.block_size) - len(sequence.block_table)
+        return missing if missing > 0 else 0
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too
@@ -65,11 +66,12 @@ class BlockTables:
         """Makes the blocks that this step filled available to other sequences."""
         if not self.pool.can_share:
             return
-        sequence, size = item.sequence, self.pool.block_size
-        if item.start // size == item.end // size:
+        sequence, start, end, _, _ = item
+        size = self.pool.block_size
+        if start // size == end // size:
             return
-        self._extend_chain(sequence, item.end)
-        for index in range(item.start // size, item.end // size):
+        self._extend_chain(sequence, end)
+        for index in range(start // size, end // size):
             block = sequence.block_table[index]
             is_new = self.pool.publish(block, sequence.block_hashes[index])
             if is_new and (index + 1) % self._blocks_per_chunk == 0:

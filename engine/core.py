@@ -49,7 +49,6 @@ from engine.types import (
     Sample,
     ScheduledBatch,
     StepOutput,
-    TokenOutput,
     key_digests,
 )
 
@@ -158,13 +157,12 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Launches a step and commits the one before it, or the same one if the runner never runs
-        ahead."""
+        ahead. Once a step is launched and drawn, nothing waits for the rest, be it the outputs."""
         # Work between two steps is charged to the next step, unless the engine was idle.
         is_busy = bool(self._in_flight.batch.sequences)
         began_s = self._marked_s if is_busy else self._clock()
-        outputs: list[TokenOutput] = []
         if is_busy and self._drafts_next():
-            outputs = self._collect_in_flight()
+            self._collect_in_flight()
             began_s = self._marked_s
         batch = self.scheduler.schedule()
         if not (batch.sequences or is_busy) and (wait := self._next_wait()) is not None:
@@ -175,12 +173,14 @@ class Engine:
         step.follows_at_once = bool(self._in_flight.batch.sequences)
         if self._speculation is not None:
             self._speculation.learn()
-        outputs += self._collect_in_flight()
+        self._collect_in_flight()
         self._draw(step)
         if self._runs_ahead and step.launched is not None:
             self._in_flight = step
         else:
-            outputs += self._collect(step)
+            self._collect(step)
+        self._times.learn()
+        outputs = self.scheduler.take_outputs()
         self.is_stuck = not (outputs or step.batch.sequences or self._next_wait())
         changes = self._blocks.take_prefix_changes()
         preempted = tuple(self.scheduler.preempted)
@@ -328,49 +328,50 @@ class Engine:
         is_needed = self._speculation.needs_newest(running, num_waiting)
         return is_needed or self._in_flight.num_drafted > 0
 
-    def _collect_in_flight(self) -> list[TokenOutput]:
+    def _collect_in_flight(self) -> None:
         step, self._in_flight = self._in_flight, Step(_EMPTY)
-        return self._collect(step)
+        self._collect(step)
 
-    def _collect(self, step: Step) -> list[TokenOutput]:
+    def _collect(self, step: Step) -> None:
         samples: tuple[Sample, ...] = ()
         try:
             if step.error is not None:
                 raise step.error
             if step.lacks_memory:
-                return self._run_in_parts(step.batch)
+                self._run_in_parts(step.batch)
+                return
             if step.launched is not None:
                 began_s = self._clock()
                 samples = step.launched.collect()
                 self._marked_s = self._clock()
-                self._times.observe(step, self._marked_s - began_s)
+                self._times.note(step, self._marked_s - began_s)
         except EngineDeadError:
             raise
         except Exception as error:
             if step.launched is None or not self._runner.is_out_of_memory(error):
                 logger.exception("a step of %d sequences failed", len(step.batch.sequences))
-                return self.scheduler.fail(
-                    step.batch, "the engine failed in a step of this request"
-                )
+                self.scheduler.fail(step.batch, "the engine failed in a step of this request")
+                return
         else:
-            return self.scheduler.commit(step.batch, samples)
-        return self._collect_again(step)
+            self.scheduler.commit(step.batch, samples)
+            return
+        self._collect_again(step)
 
-    def _collect_again(self, step: Step) -> list[TokenOutput]:
+    def _collect_again(self, step: Step) -> None:
         """Collects a step once more after it ran out of memory. Its tokens are drawn and the next
         step may build on them, so running it in parts could draw others. If memory is still short,
         its requests end here and can continue on another engine."""
         self._runner.free_cache()
         assert step.launched is not None
         try:
-            return self.scheduler.commit(step.batch, step.launched.collect())
+            self.scheduler.commit(step.batch, step.launched.collect())
         except EngineDeadError:
             raise
         except Exception:
             logger.exception("a step of %d sequences failed", len(step.batch.sequences))
-            return self.scheduler.fail(step.batch, NO_MEMORY)
+            self.scheduler.fail(step.batch, NO_MEMORY)
 
-    def _run_in_parts(self, batch: ScheduledBatch) -> list[TokenOutput]:
+    def _run_in_parts(self, batch: ScheduledBatch) -> None:
         """Repeats the step in parts. The step before is committed: sequences that ended in it are
         left out."""
         now_s = self._clock()
@@ -387,9 +388,9 @@ class Engine:
         lost = tuple(item for item, sample in pairs if sample is None)
         if lost:
             logger.error("%d sequences ended: a step of each alone runs out of memory", len(lost))
-        outputs = self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
+        self.scheduler.fail(ScheduledBatch(lost), NO_MEMORY)
         done = ScheduledBatch(tuple(item for item, _ in found))
-        return outputs + self.scheduler.commit(done, [sample for _, sample in found])
+        self.scheduler.commit(done, [sample for _, sample in found])
 
 
 def _as_int64(seed: int) -> int:

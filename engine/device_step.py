@@ -32,7 +32,7 @@ from engine.model import Model
 from engine.parallel.group import Group
 from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import completed, find_prompt_logprobs, run_prompt_logits
-from engine.sampler import by_sequence, change_logits_, changes_logits, draws_late, upload
+from engine.sampler import change_logits_, changes_logits, draws_late, upload
 from engine.step_buffers import Words
 from engine.step_draws import Drawn, Logprobs, drawn_rows
 from engine.step_inputs import StepInputs, StepLimits, is_decode
@@ -229,8 +229,8 @@ class DeviceSteps:
         layout = self._write(batch)
         # The parameters belong to a sequence: its rows, many with a draft, need no check.
         drawing = [part for part in batch.sequences if part.samples]
-        is_late = any(draws_late(part) for part in drawing)
-        if is_late or any(changes_logits(part) for part in drawing):
+        is_late = any(map(draws_late, drawing))
+        if is_late or any(map(changes_logits, drawing)):
             layout = replace(layout, all_draw=False)
         inputs = self._decode if layout.is_decode else self._mixed
         number = 0
@@ -339,16 +339,7 @@ class DeviceSteps:
     def read(
         self, batch: ScheduledBatch, drawn: Drawn, prompts: _Prompts | None
     ) -> tuple[Sample, ...]:
-        token_ids: list[int] = drawn.token_ids.tolist()
-        logprobs = drawn.logprobs.read(token_ids) if drawn.logprobs else {}
-
-        def answer(row: int) -> Sample:
-            token_id = token_ids[row]
-            if token_id < 0:
-                return Sample(None, is_finite=False)
-            return Sample(token_id, logprobs.get(row)) if logprobs else Sample(token_id)
-
-        samples = by_sequence(batch, answer)
+        samples = drawn.read(batch)
         if prompts is None:
             return tuple(samples)
         message = {"do": "prompts", "number": prompts.number}

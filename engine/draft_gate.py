@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
 
 from engine.drafts import Draft
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 _BUCKETS = 7  # of lengths in powers of two
 _KEEP = 0.98  # factor on earlier trials of a source at each new one of the same bucket
@@ -46,15 +51,16 @@ class Acceptance:
 
     hits: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT * p for p in _PRIOR])
     trials: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * _BUCKETS)
+    shares: list[float] = field(default_factory=lambda: [*_PRIOR])  # hits / trials
 
     def observe(self, match_length: int, *, is_hit: bool) -> None:
         bucket = _bucket(match_length)
         self.hits[bucket] = _KEEP * self.hits[bucket] + is_hit
         self.trials[bucket] = _KEEP * self.trials[bucket] + 1.0
+        self.shares[bucket] = self.hits[bucket] / self.trials[bucket]
 
     def probability(self, match_length: int) -> float:
-        bucket = _bucket(match_length)
-        return self.hits[bucket] / self.trials[bucket]
+        return self.shares[_bucket(match_length)]
 
 
 @dataclass(slots=True)
@@ -76,13 +82,16 @@ class OwnAcceptance:
                 break
 
     def survivals(self, draft: Draft) -> list[float]:
-        """Returns the probability of each token of the draft that it and all before it are
-        drawn."""
+        """Returns the probability of each token of the draft that it and all before it are drawn,
+        without tokens that no step is worth. The device waits for it."""
         ratio = (self.hits + _OWN_WEIGHT) / (self.expected + _OWN_WEIGHT)
-        survival, found = 1.0, []
-        for index in range(len(draft.token_ids)):
-            length = draft.match_length + index
-            survival *= min(_MOST, ratio * self.source.probability(length))
+        survival, found, shares = 1.0, [], self.source.shares
+        for length in range(draft.match_length, draft.match_length + len(draft.token_ids)):
+            bits = length.bit_length()
+            share = ratio * (shares[bits] if bits < _BUCKETS else shares[-1])
+            survival *= share if share < _MOST else _MOST
+            if survival < _LEAST:
+                break
             found.append(survival)
         return found
 
@@ -134,6 +143,8 @@ class DraftGate:
         # Steps without prompt tokens, by sequences and draft tokens in powers of two.
         self._means: dict[tuple[int, int], _Mean] = {}
         self._step = 0
+        # As `_expected_s` returns it, with the step, the sequences and `row_s` of its call.
+        self._expected: tuple[tuple[int, int, float], float, Floats] | None = None
 
     def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Records a step without prompt tokens."""
@@ -169,25 +180,35 @@ class DraftGate:
         counts = [0] * len(survivals)
         if self.is_stale(num_sequences):
             return counts
-        (_, plain_s), *points = self._points(num_sequences, row_s)
-        # Unknown sizes are tried from small ones on: a wrong guess then costs little.
-        limit = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
+        plain_s, seconds = self._expected_s(num_sequences, row_s)
+        values = np.array(list(chain.from_iterable(survivals)))
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
-        best = sorted(
-            ((value, index) for index, values in enumerate(survivals) for value in values),
-            key=lambda pair: -pair[0],
-        )
-        rate, most, expected = _GAIN * num_sequences / plain_s, 0, float(num_sequences)
-        for count, (value, _) in enumerate(best[:limit], 1):
-            if value < _LEAST:
-                break
-            expected += value
-            found = expected / _seconds(count, plain_s, points, row_s)
-            if found > rate:
-                rate, most = found, count
-        for _, index in best[:most]:
-            counts[index] += 1
-        return counts
+        best = np.argsort(-values, kind="stable")[: len(seconds)]
+        found = values[best]
+        rates = (num_sequences + np.cumsum(found)) / seconds[: len(best)]
+        rates = rates[: np.count_nonzero(found >= _LEAST)]
+        most = int(rates.argmax()) if len(rates) else 0
+        if not len(rates) or rates[most] <= _GAIN * num_sequences / plain_s:
+            return counts
+        owners = np.repeat(np.arange(len(survivals)), [len(one) for one in survivals])
+        chosen: list[int] = np.bincount(owners[best[: most + 1]], minlength=len(survivals)).tolist()
+        return chosen
+
+    def prepare(self, num_sequences: int, row_s: float) -> None:
+        """Computes a part of the next `choose` with these arguments, while no device waits."""
+        if not self.is_stale(num_sequences):
+            self._expected_s(num_sequences, row_s)
+
+    def _expected_s(self, num_sequences: int, row_s: float) -> tuple[float, Floats]:
+        """Returns the expected duration of a step without drafts, and of steps with 1, 2 and more
+        draft tokens, up to the most that may be tried."""
+        key = self._step, num_sequences, row_s
+        if self._expected is None or self._expected[0] != key:
+            (_, plain_s), *points = self._points(num_sequences, row_s)
+            # Unknown sizes are tried from small ones on: a wrong guess then costs little.
+            most = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
+            self._expected = key, plain_s, _seconds(most, plain_s, points, row_s)
+        return self._expected[1:]
 
     def _points(self, num_sequences: int, row_s: float) -> list[tuple[float, float]]:
         """Returns the (draft tokens, seconds) of measured steps of about so many sequences, by
@@ -204,21 +225,24 @@ class DraftGate:
 
 
 def _seconds(
-    count: int, plain_s: float, points: Sequence[tuple[float, float]], row_s: float
-) -> float:
-    """Returns the expected duration of a step with so many draft tokens. `points`: of steps with
-    drafts; a part of their cost may be the same for any number of draft tokens, as where only steps
-    without drafts run ahead. Beyond the only point more rows are taken to be free, as they are on a
-    GPU that reads its weights, and beyond the last of several to cost half of the rows before:
-    where they cost more, the first step of that size shows it."""
+    most: int, plain_s: float, points: Sequence[tuple[float, float]], row_s: float
+) -> Floats:
+    """Returns the expected durations of steps with 1 to `most` draft tokens. `points`: of steps
+    with drafts; a part of their cost may be the same for any number of draft tokens, as where only
+    steps without drafts run ahead. Beyond the only point more rows are taken to be free, as they
+    are on a GPU that reads its weights, and beyond the last of several to cost half of the rows
+    before: where they cost more, the first step of that size shows it."""
     if not points:
-        return plain_s
-    before, slope = points[0], 0.0
-    if count <= before[0]:
-        return max(plain_s, before[1] - row_s * (before[0] - count))
-    for point in points[1:]:
-        slope = max(0.0, point[1] - before[1]) / max(1.0, point[0] - before[0])
-        if count <= point[0]:
-            return before[1] + slope * (count - before[0])
-        before = point
-    return before[1] + 0.5 * slope * (count - before[0])
+        return np.full(most, plain_s)
+    counts = np.arange(1.0, most + 1)
+    (begin, begin_s), *others = points
+    seconds = np.maximum(plain_s, begin_s - row_s * (begin - counts))
+    slope = 0.0
+    for end, end_s in others:
+        slope = max(0.0, end_s - begin_s) / max(1.0, end - begin)
+        first = int(begin)  # the place of the first count above it
+        seconds[first:] = begin_s + slope * (counts[first:] - begin)
+        begin, begin_s = end, end_s
+    first = int(begin)
+    seconds[first:] = begin_s + 0.5 * slope * (counts[first:] - begin)
+    return seconds

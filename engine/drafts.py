@@ -28,6 +28,11 @@ class Drafter(Protocol):
         each step of a sequence at most."""
         ...
 
+    def learn(self) -> None:
+        """Takes in the tokens of the sequences for which it was asked. Called after the launch of
+        each step: the device waits for `propose`, and not for this."""
+        ...
+
     def end(self, sequence: Sequence) -> None:
         """Notes that a sequence, for which it was asked before, gets no more tokens."""
         ...

@@ -10,9 +10,63 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from engine.stopping import Ending, ending
 from engine.types import Sample, ScheduledSequence, Sequence, TokenLogprobs, TokenOutput
+
+
+class NewTokens(NamedTuple):
+    """The output tokens [offset, stop) of a choice, which a step has added."""
+
+    sequence: Sequence
+    offset: int
+    stop: int
+    draws: ListLike[Sample]  # one per token, if log-probabilities are requested
+    end: Ending | None
+
+    def output(self) -> TokenOutput:
+        """Clears the queue time and the engine's time of the choice."""
+        sequence, offset, stop, draws, end = self
+        first = sequence.num_prompt_tokens
+        token_ids = tuple(sequence.token_ids[first + offset : first + stop])
+        queued_s, sequence.queued_s = sequence.queued_s, 0.0
+        engine_s, sequence.engine_s = sequence.engine_s, 0.0
+        has_logprobs = sequence.request.params.logprobs is not None
+        return TokenOutput(
+            sequence.request.request_id,
+            sequence.choice,
+            offset,
+            token_ids,
+            logprobs=_logprobs(draws, token_ids) if has_logprobs else (),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
+            finish_reason=end.reason if end else None,
+            stop_token_id=end.stop_token_id if end else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            queued_s=queued_s,
+            engine_s=engine_s,
+        )
+
+
+class Left(NamedTuple):
+    """A choice that has ended without a token."""
+
+    sequence: Sequence
+    end: Ending
+    error: str | None
+
+    def output(self) -> TokenOutput:
+        sequence = self.sequence
+        return TokenOutput(
+            sequence.request.request_id,
+            sequence.choice,
+            sequence.num_output_tokens,
+            (),
+            finish_reason=self.end.reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=self.error,
+            engine_s=sequence.engine_s,
+        )
 
 
 def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
@@ -20,6 +74,8 @@ def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
     after a token of the draft that equals its own draw. A draw is a function of (seed, choice,
     position) and the tokens before it, hence comparing them is exact at any temperature. A row that
     is not finite ends them; the next step meets it again."""
+    if not sample.after_draft:
+        return (sample,)
     draws = [sample]
     for token_id, draw in zip(item.draft, sample.after_draft, strict=False):
         if draws[-1].token_id != token_id or not draw.is_finite:
@@ -47,11 +103,9 @@ def add_tokens(
     state = sequence.grammar_state
     if state is None and not params.stop_token_ids and eos_token_ids.isdisjoint(drawn):
         # The usual case, in a part of the time.
-        room = min(
-            params.max_tokens - sequence.num_output_tokens,
-            max_model_len - len(sequence.token_ids),
-        )
-        if len(drawn) < room:
+        num_tokens = len(sequence.token_ids) + len(drawn)
+        num_output = num_tokens - sequence.num_prompt_tokens
+        if num_tokens < max_model_len and num_output < params.max_tokens:
             sequence.token_ids += drawn
             return None
     end = None
@@ -85,43 +139,6 @@ def add_tokens(
     return Ending("stop") if state.is_complete else end
 
 
-def token_output(
-    sequence: Sequence, offset: int, draws: Iterable[Sample], end: Ending | None
-) -> TokenOutput:
-    """Returns the output of a step, from the output token at `offset` on. Clears the queue time and
-    the engine's time. `draws`: one per token, if log-probabilities are requested."""
-    token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + offset :])
-    queued_s, sequence.queued_s = sequence.queued_s, 0.0
-    engine_s, sequence.engine_s = sequence.engine_s, 0.0
-    return TokenOutput(
-        sequence.request.request_id,
-        sequence.choice,
-        offset,
-        token_ids,
-        logprobs=() if sequence.request.params.logprobs is None else _logprobs(draws, token_ids),
-        prompt_logprobs=tuple(sequence.prompt_logprobs) if offset == 0 else (),
-        finish_reason=end.reason if end else None,
-        stop_token_id=end.stop_token_id if end else None,
-        num_cached_tokens=sequence.num_cached_tokens,
-        queued_s=queued_s,
-        engine_s=engine_s,
-    )
-
-
 def _logprobs(draws: Iterable[Sample], token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
     pairs = zip(draws, token_ids, strict=False)
     return tuple(draw.logprobs for draw, _ in pairs if draw.logprobs is not None)
-
-
-def final_output(sequence: Sequence, end: Ending, error: str | None) -> TokenOutput:
-    """Returns the output of a choice that ends without a token."""
-    return TokenOutput(
-        sequence.request.request_id,
-        sequence.choice,
-        sequence.num_output_tokens,
-        (),
-        finish_reason=end.reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        error=error,
-        engine_s=sequence.engine_s,
-    )

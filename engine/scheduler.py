@@ -32,7 +32,7 @@ from engine.config import EngineConfig
 from engine.grammar_gate import GrammarGate
 from engine.grammars import Grammars
 from engine.kv_offload import KVOffload
-from engine.outputs import add_tokens, final_output, kept_draws, token_output
+from engine.outputs import Left, NewTokens, add_tokens, kept_draws
 from engine.prompt_budget import prompt_budget, queued_tokens
 from engine.speculation import Speculation
 from engine.step_cost import StepCost
@@ -91,7 +91,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # oldest first
         self._running: list[Sequence] = []  # oldest first
         self._groups: dict[str, _Group] = {}
-        self._left: list[TokenOutput] = []  # final outputs, returned by the next commit
+        self._changes: list[NewTokens | Left] = []  # since `take_outputs`, in order
         self._num_sequences = 0
         self._num_preemptions = 0
         self.preempted: list[str] = []  # request ids; the engine takes them after each step
@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._left)
+        return bool(self._running or self._waiting or self._changes)
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -158,22 +158,24 @@ class Scheduler:
             self._speculation.extend(scheduled, self._tables, len(self._running))
         return ScheduledBatch(tuple(scheduled))
 
-    def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> list[TokenOutput]:
-        outputs = []
+    def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> None:
+        """Records the tokens of a step. The device may wait for it: outputs are made later."""
         for item, sample in zip(batch.sequences, samples, strict=True):
             if _is_running(item.sequence):
-                output = self._commit_one(item, sample)
-                if output is not None:
-                    outputs.append(output)
-        return self._drain_left() + outputs
+                self._commit_one(item, sample)
 
-    def fail(self, batch: ScheduledBatch, error: str) -> list[TokenOutput]:
+    def fail(self, batch: ScheduledBatch, error: str) -> None:
         """Ends every request with a sequence in the lost step, with all its choices."""
         for request_id in dict.fromkeys(s.sequence.request.request_id for s in batch.sequences):
             group = self._groups.get(request_id)
             for sequence in tuple(group.alive.values()) if group else ():
                 self._leave(sequence, Ending("error"), error)
-        return self._drain_left()
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """Returns the outputs since the last call. Called after each step, once the next one is
+        launched."""
+        changes, self._changes = self._changes, []
+        return [change.output() for change in changes]
 
     def load(self) -> EngineLoad:
         queued = self._queued_tokens()
@@ -209,9 +211,10 @@ class Scheduler:
             # One token is left for each younger sequence: an old prompt that was admitted late,
             # for lack of room for its adapter, must not stall decoding sequences.
             num_younger = len(self._running) - index
-            count = min(sequence.num_tokens - start, max(1, budget - num_younger))
+            num_left = sequence.num_tokens - start
+            count = 1 if num_left == 1 else min(num_left, max(1, budget - num_younger))
             assert count > 0
-            if sequence.num_tokens - start > 1:
+            if num_left > 1:
                 if prompts is None:
                     prompts = self._prompt_budget(self._num_decoding(), self._queued_tokens())
                 count = min(count, prompts)
@@ -313,61 +316,66 @@ class Scheduler:
         is_first = sequence.choice == next(iter(group.alive))
         return not (is_first or group.is_prompt_computed) and self._tables.can_share(sequence)
 
-    def _commit_one(self, item: ScheduledSequence, sample: Sample) -> TokenOutput | None:
-        sequence = item.sequence
+    def _commit_one(self, item: ScheduledSequence, sample: Sample) -> None:
+        sequence, start, end, samples, draft = item
         if not sample.is_finite:
             if self._speculation is None or not self._speculation.withdraw(item):
                 self._leave(sequence, Ending("error"), NOT_FINITE)
-            return None
-        known = item.without_draft()
-        self._tables.commit(known)
-        sequence.num_computed_tokens = end = known.end
+            return
+        if draft:  # its blocks are committed with the tokens that are kept
+            end -= len(draft)
+        else:
+            self._tables.commit(item)
+        sequence.num_computed_tokens = end
         if end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
         if needs_prompt_logprobs(sequence):
-            if item.start == 0:
+            if start == 0:
                 sequence.prompt_logprobs.append(None)
             sequence.prompt_logprobs += sample.prompt_logprobs
         # Otherwise the grammar forced the token while this step was in flight: its draw is void.
-        if item.samples and end == len(sequence.token_ids):
+        if samples and end == len(sequence.token_ids):
             sequence.num_tokens_in_flight -= 1
-            if sample.token_id is not None:
-                return self._commit_draws(
-                    item, kept_draws(item, sample) if item.draft else (sample,)
-                )
-        return None
+            if sample.kept:
+                self._commit_draws(item, sample.kept, ())
+            elif sample.token_id is not None:
+                draws = kept_draws(item, sample) if draft else (sample,)
+                drawn = [draw.token_id for draw in draws if draw.token_id is not None]
+                self._commit_draws(item, drawn, draws)
 
-    def _commit_draws(self, item: ScheduledSequence, draws: ListLike[Sample]) -> TokenOutput | None:
+    def _commit_draws(
+        self, item: ScheduledSequence, drawn: ListLike[int], draws: ListLike[Sample]
+    ) -> None:
         sequence = item.sequence
-        offset = sequence.num_output_tokens
-        drawn = [draw.token_id for draw in draws if draw.token_id is not None]
+        offset = len(sequence.token_ids) - sequence.num_prompt_tokens
         can_force, eos_token_ids = self._config.force_grammar_tokens, self._eos_token_ids
         end = add_tokens(sequence, drawn, eos_token_ids, self._max_model_len, can_force=can_force)
         if isinstance(end, str):
             self._leave(sequence, Ending("error"), end)
-            return None
-        if sequence.num_output_tokens > offset + 1:
+            return
+        stop = len(sequence.token_ids) - sequence.num_prompt_tokens
+        if stop > offset + 1:
             sequence.num_tokens_in_flight = 0
         if self._speculation is not None:
             self._speculation.observe_draws(item, drawn)
         if item.draft:
-            self._commit_draft(item, len(draws) - 1)
+            self._commit_draft(item, len(drawn) - 1)
         if end is not None:
             self._forget(sequence)
-        return token_output(sequence, offset, draws, end)
+        self._changes.append(NewTokens(sequence, offset, stop, draws, end))
 
     def _commit_draft(self, item: ScheduledSequence, num_kept: int) -> None:
         """Records the tokens of a draft that were drawn. The slots of the others are written
         again, and so is that of the newest token if its grammar refused the draw after it."""
-        sequence, start = item.sequence, item.known_end
-        end = min(start + num_kept, len(sequence.token_ids) - 1)
-        self._tables.commit(ScheduledSequence(sequence, start, end, False))
+        sequence = item.sequence
+        end = min(item.known_end + num_kept, len(sequence.token_ids) - 1)
+        self._tables.commit(ScheduledSequence(sequence, item.start, end, False))
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = end
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:
-        """Ends a sequence without a token; its final output comes with the next commit."""
+        """Ends a sequence without a token; its final output comes with the next step."""
         self._forget(sequence)
-        self._left.append(final_output(sequence, end, error))
+        self._changes.append(Left(sequence, end, error))
 
     def _forget(self, sequence: Sequence) -> None:
         if _is_running(sequence):
@@ -386,10 +394,6 @@ class Scheduler:
         self._running.remove(sequence)
         self._tables.release(sequence)
         self._gate.release(sequence)
-
-    def _drain_left(self) -> list[TokenOutput]:
-        left, self._left = self._left, []
-        return left
 
 
 def _is_running(sequence: Sequence) -> bool:

@@ -34,6 +34,7 @@ class _Guessed:
     """A running sequence that speculates, and its newest draft, verified or not."""
 
     acceptance: OwnAcceptance
+    is_gated: bool  # its mode is "auto"
     draft: Draft | None = None
     is_withdrawn: bool = False  # it has no more drafts
 
@@ -99,23 +100,28 @@ class Speculation:
             and (has_arrivals or self._had_prompts)
         ):
             return False
-        return not any(s.num_scheduled_tokens < s.num_prompt_tokens for s in running)
+        if any(s.num_scheduled_tokens < s.num_prompt_tokens for s in running):
+            return False
+        self._gate.prepare(len(running), self._cost.sequence_s)
+        return True
 
     def _tries_in_vain(self, num_running: int) -> int:
         return self._num_in_vain.get(num_running.bit_length(), self._newest_in_vain)
 
     def extend(self, parts: list[ScheduledSequence], tables: BlockTables, num_running: int) -> None:
-        """Adds drafts to the parts of a step."""
-        drafts = {}
-        for index, part in enumerate(parts):
-            draft = self._guess(part)
-            if draft is not None:
-                drafts[index] = draft
-        # The tokens that a grammar forces do not count, though they are computed like a prompt.
-        has_prompts = any(
-            part.end - part.start > 1 and part.start < part.sequence.num_prompt_tokens
-            for part in parts
-        )
+        """Adds drafts to the parts of a step. The device waits for it."""
+        drafts: dict[int, Draft] = {}
+        num_tokens = num_draws = 0
+        has_prompts = False
+        for index, (sequence, start, end, samples, _) in enumerate(parts):
+            num_tokens += end - start
+            if samples:
+                num_draws += 1
+                draft = self._guess(sequence, end)
+                if draft is not None:
+                    drafts[index] = draft
+            # The tokens that a grammar forces do not count, though they are computed like a prompt.
+            has_prompts |= end - start > 1 and start < sequence.num_prompt_tokens
         self._had_prompts = has_prompts
         if has_prompts:
             # The gate measures drafts in steps that decode. Beside prompts, where no graph
@@ -123,18 +129,17 @@ class Speculation:
             drafts = {
                 index: draft
                 for index, draft in drafts.items()
-                if self._mode_of(parts[index].sequence) != "auto"
+                if not self._running[parts[index].sequence].is_gated
             }
         if not drafts or self._num_in_row[has_prompts] >= _PLAIN_EVERY:
             self._num_in_row[has_prompts] = 0
             self._is_measuring = bool(drafts)
             return
-        budget = min(
-            self._max_step_tokens - sum(part.end - part.start for part in parts),
-            self._max_draws - sum(part.samples for part in parts),
-        )
-        for index, most in self._counts(parts, drafts, num_running).items():
-            part, count = parts[index], min(most, budget)
+        budget = min(self._max_step_tokens - num_tokens, self._max_draws - num_draws)
+        counts = self._counts(parts, drafts, num_draws, num_running)
+        num_drafted = self._num_draft_tokens
+        for index, count in counts.items():
+            part, count = parts[index], min(count, budget)
             if not count or not _has_room(part, count, tables, num_running):
                 continue
             budget -= count
@@ -145,22 +150,28 @@ class Speculation:
             parts[index] = ScheduledSequence(
                 part.sequence, part.start, part.end + count, part.samples, token_ids
             )
-        is_plain = not any(part.draft for part in parts)
+        is_plain = self._num_draft_tokens == num_drafted
         self._num_in_row[has_prompts] = 0 if is_plain else self._num_in_row[has_prompts] + 1
 
     def _counts(
-        self, parts: Sequence[ScheduledSequence], drafts: Mapping[int, Draft], num_running: int
+        self,
+        parts: Sequence[ScheduledSequence],
+        drafts: Mapping[int, Draft],
+        num_sequences: int,
+        num_running: int,
     ) -> dict[int, int]:
-        """Returns the number of tokens to verify of each draft."""
-        counts = {index: len(draft.token_ids) for index, draft in drafts.items()}
-        gated = [index for index in drafts if self._mode_of(parts[index].sequence) == "auto"]
+        """Returns the number of tokens to verify of each draft. `num_sequences`: of the step, that
+        sample."""
+        counts: dict[int, int] = {}
+        gated: list[int] = []
+        survivals: list[list[float]] = []
+        for index, draft in drafts.items():
+            counts[index] = len(draft.token_ids)
+            guessed = self._running[parts[index].sequence]
+            if guessed.is_gated:
+                gated.append(index)
+                survivals.append(guessed.acceptance.survivals(draft))
         if gated:
-            acceptances = [self._running[parts[index].sequence].acceptance for index in gated]
-            survivals = [
-                acceptance.survivals(drafts[index])
-                for acceptance, index in zip(acceptances, gated, strict=True)
-            ]
-            num_sequences = sum(part.samples for part in parts)
             chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
             # A gate that has to measure a step without drafts gives no verdict on drafts.
             if not self._gate.is_stale(num_sequences):
@@ -196,6 +207,7 @@ class Speculation:
         for acceptance, draft, token_ids in self._to_learn:
             acceptance.observe(draft, token_ids)
         self._to_learn.clear()
+        self._drafter.learn()
 
     def observe_step(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Records the duration of a step without prompt tokens."""
@@ -218,20 +230,20 @@ class Speculation:
     def _mode_of(self, sequence: Choice) -> SpeculationMode:
         return sequence.request.params.speculation or self._mode
 
-    def _guess(self, part: ScheduledSequence) -> Draft | None:
-        """Returns the draft of a part that decodes, as far as its tokens may come next."""
-        sequence = part.sequence
-        if (
-            not part.samples
-            or not sequence.num_output_tokens
-            or part.end != len(sequence.token_ids)
-            or self._mode_of(sequence) == "off"
-        ):
+    def _guess(self, sequence: Choice, end: int) -> Draft | None:
+        """Returns the draft of a part that samples, as far as its tokens may come next. `end`: of
+        the part."""
+        num_tokens = len(sequence.token_ids)
+        num_output = num_tokens - sequence.num_prompt_tokens
+        if not num_output or end != num_tokens:
             return None
         guessed = self._running.get(sequence)
         if guessed is None:
+            mode = self._mode_of(sequence)
+            if mode == "off":
+                return None
             source = sequence.request.adapter, sequence.request.cache_salt
-            guessed = _Guessed(self._acceptances.of_sequence(source))
+            guessed = _Guessed(self._acceptances.of_sequence(source), mode == "auto")
             self._running[sequence] = guessed
         guessed.draft = None
         if guessed.is_withdrawn:
@@ -239,9 +251,7 @@ class Speculation:
         params = sequence.request.params
         # The last token of all needs no draft: the draw before it gives it.
         limit = min(
-            self._most,
-            params.max_tokens - sequence.num_output_tokens - 1,
-            self._max_model_len - len(sequence.token_ids) - 1,
+            self._most, params.max_tokens - num_output - 1, self._max_model_len - num_tokens - 1
         )
         draft = self._drafter.propose(sequence, limit) if limit > 0 else None
         if draft is not None:
@@ -249,17 +259,18 @@ class Speculation:
             if count < len(draft.token_ids):
                 draft = Draft(draft.token_ids[:count], draft.match_length) if count else None
             guessed.draft = draft
-        return guessed.draft
+        return draft
 
     def _num_possible(self, sequence: Choice, token_ids: Sequence[int]) -> int:
         """Returns how many of the tokens can be drawn and leave the sequence open."""
         params = sequence.request.params
         count = len(token_ids)
-        for index, token_id in enumerate(token_ids):
-            is_eos = token_id in self._eos_token_ids and not params.ignore_eos
-            if is_eos or token_id in params.stop_token_ids:
-                count = index
-                break
+        if params.stop_token_ids or not self._eos_token_ids.isdisjoint(token_ids):
+            for index, token_id in enumerate(token_ids):
+                is_eos = token_id in self._eos_token_ids and not params.ignore_eos
+                if is_eos or token_id in params.stop_token_ids:
+                    count = index
+                    break
         if sequence.grammar_state is None or not count:
             return count
         return sequence.grammar_state.num_allowed(token_ids[:count])

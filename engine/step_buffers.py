@@ -18,10 +18,13 @@ import torch
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
+_Copy = tuple[torch.Tensor, torch.Tensor]  # target, source
+_MOST_COPIES = 64  # whose views are kept
 _ALIGNMENT = 4  # words: 16 bytes, the alignment of a kernel's vector load
 _PER_TOKEN = ("token_ids", "sources", "positions", "slots", "logit_rows")
 SLOTS = ("slots", "window_slots")  # of each block table
-_PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
+# One behind the other; the last one differs from draw to draw of a sequence.
+PER_DRAW = ("temperature", "top_k", "top_p", "min_p", "choices", "draw_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class BufferSizes:
             "head": self.head_words,
             "seeds": 2 * self.max_draws,  # 64-bit, hence before fields of any number of words
             **dict.fromkeys(_PER_TOKEN + SLOTS[1 : self.num_tables], self.max_tokens),
-            **dict.fromkeys(_PER_DRAW, self.max_draws),
+            **dict.fromkeys(PER_DRAW, self.max_draws),
             "kv_lens": self.max_seqs,
             "query_start": self.max_seqs + 1,
             "attention": self.attention_words,
@@ -85,6 +88,9 @@ class StepBuffers:
             for one in self._hosts
         ]
         self.turn = 0  # the host buffer that is written
+        # The views of recent sends, by the host buffer and the size: steps of the same sequences
+        # differ in their numbers alone.
+        self._copies: dict[tuple[int, int, int, bool], list[_Copy]] = {}
         # The ends of the copies from the two; None: there was none yet, or no device.
         self._sent: list[torch.cuda.Event | None] = [None, None]
 
@@ -104,6 +110,13 @@ class StepBuffers:
 
     def host_longs(self, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         return self.host(name).view(np.int64)
+
+    def host_draws(self) -> Words:
+        """Returns [fields of a draw, draws], in the order of `PER_DRAW`."""
+        start, stop = self._fields[PER_DRAW[0]].start, self._fields[PER_DRAW[-1]].start
+        stride = (stop - start) // (len(PER_DRAW) - 1)
+        words: Words = self._hosts[self.turn].numpy()[start : stop + stride]
+        return words.reshape(len(PER_DRAW), stride)
 
     def host_tables(
         self, num_rows: int, width: int, table: int = 0
@@ -138,15 +151,29 @@ class StepBuffers:
 
     def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""
-        span = self._span(num_rows, width, with_head)
-        self._device[span].copy_(self._hosts[self.turn][span], non_blocking=True)
+        key = self.turn, num_rows, width, with_head
+        copies = self._copies.get(key)
+        if copies is None:
+            if len(self._copies) == _MOST_COPIES:
+                self._copies.clear()
+            copies = self._copies[key] = self._views_of(num_rows, width, with_head)
+        (fields, host), *tables = copies
+        fields.copy_(host, non_blocking=True)
         if self._device.is_cuda:
             sent = self._sent[self.turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             sent.record()
             self._sent[self.turn] = sent
+        for rows, entries in tables:
+            rows.copy_(entries)
+
+    def _views_of(self, num_rows: int, width: int, with_head: bool) -> list[_Copy]:
+        """Returns the targets and sources of the copies of a step: from the host, then of each
+        table on the device."""
+        span = self._span(num_rows, width, with_head)
         packed = self._device[self._tables_start : span.stop].view(-1, num_rows, width)
-        for table, entries in zip(self._tables, packed.unbind(), strict=True):
-            table[:num_rows, :width].copy_(entries)
+        rows = [table[:num_rows, :width] for table in self._tables]
+        sent = self._device[span], self._hosts[self.turn][span]
+        return [sent, *zip(rows, packed.unbind(), strict=True)]
 
     def _span(self, num_rows: int, width: int, with_head: bool) -> slice:
         start = 0 if with_head else self._fields["seeds"].start

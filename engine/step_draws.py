@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.sampler import read_logprobs
-from engine.types import ScheduledBatch, Sequence, TokenLogprobs
+from engine.sampler import NOT_FINITE, by_sequence, kept_by_sequence, read_logprobs
+from engine.types import Sample, ScheduledBatch, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,19 @@ class Drawn:
     token_ids: torch.Tensor  # [rows] int32, pinned
     done: torch.cuda.Event | None  # None in the interpreter, which has no device to wait for
     logprobs: Logprobs | None
+
+    def read(self, batch: ScheduledBatch) -> list[Sample]:
+        """Returns one sample per sequence of the batch. Called once the copy is done."""
+        token_ids: list[int] = self.token_ids.tolist()
+        if self.logprobs is None:
+            return kept_by_sequence(batch, token_ids)
+        logprobs = self.logprobs.read(token_ids)
+
+        def answer(row: int) -> Sample:
+            token_id = token_ids[row]
+            return Sample(token_id, logprobs.get(row)) if token_id >= 0 else NOT_FINITE
+
+        return by_sequence(batch, answer)
 
 
 def drawn_rows(batch: ScheduledBatch) -> dict[Sequence, int]:

@@ -14,6 +14,7 @@ import torch
 
 from engine import step_rows
 from engine.activation import adapter_at, adapter_runs
+from engine.decode_columns import DecodeColumns
 from engine.inputs import (
     DeviceTokens,
     ForwardInputs,
@@ -107,6 +108,7 @@ class StepInputs:
         self._max_pages = min(pool.num_blocks, limits.max_seqs * limits.max_rank_pages)
         sizes = _sizes(limits, self._max_pages, is_decode=is_decode)
         self._buffers = StepBuffers(sizes, drawn.device)
+        self._columns = DecodeColumns(limits.max_seqs, limits.max_blocks, limits.num_tables)
         # In each of the two host buffers, of decodes.
         self._plans: list[tuple[PageRuns, Weights, bool, bool] | None] = [None, None]
 
@@ -166,7 +168,7 @@ class StepInputs:
         tokens before it, whose keys the layer has written."""
         self._buffers.begin()
         parts, count = batch.sequences, batch.num_tokens
-        limits, written = self._limits, (self._buffers, parts, drawn_rows, size)
+        limits, written = self._limits, (self._buffers, self._columns, parts, drawn_rows, size)
         num_sequences, width, work = step_rows.write_decodes(
             *written, limits.block_size, limits.heads, limits.max_queries
         )

@@ -1,7 +1,8 @@
 """The rows of a step in its static buffers: tokens, lengths, sampling parameters, block tables.
 
 The device waits for a step with drafts to be written, because its rows follow the newest tokens:
-decodes are written by a number of array operations that does not grow with their rows.
+decodes are written by a number of array operations that does not grow with their rows, from the
+columns of `engine.decode_columns`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.decode_columns import DecodeColumns
 from engine.step_buffers import SLOTS, StepBuffers
 from engine.types import ScheduledSequence, Sequence
 from kernels.paged_plan import HeadShape, WorkCounts, write_decode_work, write_work
@@ -23,6 +25,7 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 def write_decodes(
     buffers: StepBuffers,
+    columns: DecodeColumns,
     parts: Parts,
     drawn_rows: Mapping[Sequence, int],
     num_rows: int,
@@ -38,13 +41,13 @@ def write_decodes(
     token_ids, sources = host("token_ids"), host("sources")
     sources[:num_rows] = -1
     newest: list[int] = []
-    for part in parts:
-        known = part.sequence.token_ids
-        if part.start < len(known):
-            newest.append(known[part.start])
-            newest += part.draft
+    for sequence, start, _, _, draft in parts:
+        known = sequence.token_ids
+        if start < len(known):
+            newest.append(known[start])
+            newest += draft
         else:  # without a draft
-            sources[len(newest)] = drawn_rows[part.sequence]
+            sources[len(newest)] = drawn_rows[sequence]
             newest.append(0)
     count = len(newest)
     token_ids[:count] = newest
@@ -52,20 +55,19 @@ def write_decodes(
     positions = rows.positions
     host("positions")[:count] = positions
     blocks, offsets = np.divmod(positions, block_size)
-    width, num_sequences = int(blocks.max()) + 1, len(rows.kv_lens)
-    stops = [-(-part.end // block_size) for part in parts]
+    (numbers, width), num_sequences = columns.update(parts, block_size), len(rows.kv_lens)
+    numbers_of_rows = numbers[rows.owners]
     for index, name in enumerate(SLOTS[: buffers.num_tables]):
+        table = columns.tables[index]
         own = buffers.host_tables(num_sequences, width, index)
-        is_shared = num_sequences == len(parts)
-        tables = own if is_shared else np.empty((len(parts), width), dtype=np.int32)
-        _fill_tables(tables, parts, stops, index, is_last=index == buffers.num_tables - 1)
-        if not is_shared:
-            own[:] = tables[rows.sequence_owners]
+        own[:] = table[numbers[rows.sequence_owners], :width]
         slots = host(name)
-        slots[:count] = tables[rows.owners, blocks] * block_size + offsets
+        slots[:count] = table[numbers_of_rows, blocks] * block_size + offsets
         slots[count:num_rows] = -1
     token_ids[count:num_rows] = host("positions")[count:num_rows] = 0
-    _write_draws(buffers, parts, rows.owners, positions + 1, num_rows)
+    columns.write_draws(buffers, numbers_of_rows)
+    np.add(positions, 1, out=host("draw_positions")[:count])
+    buffers.host_floats("temperature")[count:num_rows] = 0.0  # of padding, which is discarded
     total = num_sequences + num_rows - count
     query_start, kv_lens = host("query_start")[: total + 1], host("kv_lens")[:total]
     queries = np.ones(total, dtype=np.int32)
@@ -90,16 +92,20 @@ class _DecodeRows:
 def _decode_rows(parts: Parts, max_queries: int) -> _DecodeRows:
     starts = np.array([part.start for part in parts], dtype=np.int32)
     own = np.arange(len(parts), dtype=np.int32)
-    if not any(part.draft for part in parts):
-        return _DecodeRows(own, starts, own, np.ones_like(own), starts + 1)
-    counts = np.array([part.end - part.start for part in parts], dtype=np.int32)
+    rows_of = [part.end - part.start for part in parts]
+    counts, most = np.array(rows_of, dtype=np.int32), max(rows_of)
+    if most == 1:
+        return _DecodeRows(own, starts, own, counts, starts + 1)
     owners, offsets = _spread(own, counts)
+    positions = starts[owners] + offsets
+    if most <= max_queries:
+        return _DecodeRows(owners, positions, own, counts, starts + counts)
     pieces = -(-counts // max_queries)
     sequence_owners, number = _spread(own, pieces)
     first = number * max_queries
     queries = np.minimum(counts[sequence_owners] - first, max_queries)
     kv_lens = starts[sequence_owners] + first + queries
-    return _DecodeRows(owners, starts[owners] + offsets, sequence_owners, queries, kv_lens)
+    return _DecodeRows(owners, positions, sequence_owners, queries, kv_lens)
 
 
 def _spread(values: Ints, counts: Ints) -> tuple[Ints, Ints]:
@@ -191,15 +197,7 @@ def write_attention(
 
 def write_sampling(buffers: StepBuffers, parts: Parts) -> None:
     """Writes the parameters of the draws of a step outside a graph: one for each part."""
-    ends = np.array([part.end for part in parts], dtype=np.int32)
-    _write_draws(buffers, parts, np.arange(len(parts), dtype=np.int32), ends, len(parts))
-
-
-def _write_draws(
-    buffers: StepBuffers, parts: Parts, owners: Ints, positions: Ints, num_rows: int
-) -> None:
-    """Writes the parameters of the draws at `positions`. `owners`: the part of each."""
-    host, floats, count = buffers.host, buffers.host_floats, len(positions)
+    host, floats, count = buffers.host, buffers.host_floats, len(parts)
     sequences = [part.sequence for part in parts]
     params = [sequence.request.params for sequence in sequences]
     seeds = np.array([sequence.seed & _SEED_MASK for sequence in sequences], dtype=np.uint64)
@@ -210,11 +208,10 @@ def _write_draws(
         (floats("min_p"), [p.min_p for p in params]),
         (host("choices"), [sequence.choice for sequence in sequences]),
         (buffers.host_longs("seeds"), seeds.view(np.int64)),
+        (host("draw_positions"), [part.end for part in parts]),
     ]
     for column, values in columns:
-        column[:count] = values if count == len(parts) else np.array(values, column.dtype)[owners]
-    host("draw_positions")[:count] = positions
-    floats("temperature")[count:num_rows] = 0.0  # padding is drawn greedily and discarded
+        column[:count] = values
 
 
 def write_tables(buffers: StepBuffers, parts: Parts, num_rows: int, block_size: int) -> int:
@@ -223,23 +220,11 @@ def write_tables(buffers: StepBuffers, parts: Parts, num_rows: int, block_size: 
     width = max(stops)
     for index in range(buffers.num_tables):
         rows = buffers.host_tables(num_rows, width, index)
-        _fill_tables(rows, parts, stops, index, is_last=index == buffers.num_tables - 1)
+        for row, part, stop in zip(rows, parts, stops, strict=False):
+            sequence = part.sequence
+            table = sequence.window_table if index else sequence.block_table
+            first = sequence.num_dropped if index == buffers.num_tables - 1 else 0
+            if first:
+                row[:first] = table[0]  # all the same
+            row[first:stop] = table[first:stop]
     return width
-
-
-def _fill_tables(
-    rows: np.ndarray[Any, np.dtype[np.int32]],  # [parts or more, width]
-    parts: Parts,
-    stops: list[int],
-    index: int,
-    *,
-    is_last: bool,
-) -> None:
-    """Writes the first `stops` entries of the parts' tables of one group of layers."""
-    for row, part, stop in zip(rows, parts, stops, strict=False):
-        sequence = part.sequence
-        table = sequence.window_table if index else sequence.block_table
-        first = sequence.num_dropped if is_last else 0
-        if first:
-            row[:first] = table[0]  # all the same
-        row[first:stop] = table[first:stop]

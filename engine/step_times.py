@@ -40,6 +40,7 @@ class StepTimes:
         self._speculation = speculation
         self._runs_ahead = runs_ahead
         self._longest = LongestSteps()
+        self._noted: list[tuple[Step, float]] = []
         self.usual_step_s = math.inf  # longest recent step like the steps in flight
 
     def begin(self, batch: ScheduledBatch, in_flight: Step) -> Step:
@@ -58,7 +59,18 @@ class StepTimes:
         self.usual_step_s = max(step.usual_s, in_flight.usual_s)
         return step
 
-    def observe(self, step: Step, waited_s: float) -> None:
+    def note(self, step: Step, waited_s: float) -> None:
+        """Notes the wait for a step, after the launch of the next one or before."""
+        self._noted.append((step, waited_s))
+
+    def learn(self) -> None:
+        """Records and charges the noted steps: once the next step is launched, so that no device
+        waits for it."""
+        for step, waited_s in self._noted:
+            self._observe(step, waited_s)
+        self._noted.clear()
+
+    def _observe(self, step: Step, waited_s: float) -> None:
         """Records and charges the step's duration: its launch, and the wait for it after the next
         step's launch. Do not time from the previous collect: it happens after this launch, which
         may keep the host busy longer than the device, so that prompts would look free."""

@@ -299,25 +299,23 @@ class ScheduledSequence(NamedTuple):
         return ScheduledSequence(self.sequence, self.start, self.known_end, self.samples)
 
 
-@dataclass(frozen=True)  # without slots: `rows` are kept
+@dataclass(frozen=True)  # without slots: some numbers are kept
 class ScheduledBatch:
     sequences: tuple[ScheduledSequence, ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(s.end - s.start for s in self.sequences)
+        return sum([s.end - s.start for s in self.sequences])
 
     @property
     def num_decoding(self) -> int:
         """The number of sequences that compute one token, beside a draft, and sample the next."""
-        return sum(
-            s.samples and (s.end - s.start == 1 or s.known_end - s.start == 1)
-            for s in self.sequences
-        )
+        lengths = [(s.end - s.start, len(s.draft)) for s in self.sequences if s.samples]
+        return sum([length == 1 or length - drafted == 1 for length, drafted in lengths])
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(len(s.draft) for s in self.sequences)
+        return sum([len(s.draft) for s in self.sequences])
 
     @cached_property
     def rows(self) -> tuple[ScheduledSequence, ...]:
@@ -337,6 +335,9 @@ class Sample(NamedTuple):
     is_finite: bool = True  # False: the logits held NaN or infinity, token_id is None
     # The draws after each token of the draft, in order, up to the first token that was not drawn.
     after_draft: tuple[Sample, ...] = ()
+    # Of a draft whose draws have no log-probabilities, instead of `after_draft`: the kept draws
+    # (`engine.outputs.kept_draws`), the first one included.
+    kept: tuple[int, ...] = ()
 
 
 class LaunchedStep(Protocol):

@@ -11,11 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kernels import lora_runs
+from kernels.lora_runs import Pages, Run, cut, merge, spread
 
 if TYPE_CHECKING:  # processes without an engine read the limits: torch takes them four seconds
     import torch
@@ -128,17 +131,14 @@ def write_lora_plan(
 ) -> LoraPlanCounts:
     """Writes the plan. The runs cover all rows of the step in order; neighbours with equal pages
     and weights are merged. The rows of an adapter are contiguous, but for `MAX_SPLITS` runs of the
-    base between them in a plan with large tiles. `weights`: factors of the pages'
-    deltas; None: all are 1. `large=False` for the plan of a CUDA graph of decodes and for the head:
-    small tiles only. `has_head`, `has_embedding`: an adapter of the step has the site. Elements
-    beyond the counts in `out` are left as they were and are not read."""
+    base between them in a plan with large tiles. `weights`: factors of the pages' deltas; None: all
+    are 1. `large=False` for the plan of a CUDA graph of decodes and for the head: small tiles only.
+    `has_head`, `has_embedding`: an adapter of the step has the site. Elements beyond the counts in
+    `out` are left as they were and are not read."""
     layout = _Layout.of(max_tokens, max_pages, large)
-    merged, merged_weights = _merge(runs, weights)
-    num_rows = np.array([rows for _, rows in merged], dtype=np.int64)
-    num_pages = np.array([len(pages) for pages, _ in merged], dtype=np.int64)
-    flat = np.array(list(chain.from_iterable(pages for pages, _ in merged)), dtype=np.int32)
-    row_ends, page_ends = np.cumsum(num_rows), np.cumsum(num_pages)
-    num_tokens = int(row_ends[-1]) if merged else 0
+    merged, merged_weights = merge(runs, weights)
+    listed = Pages.of(tuple([tuple(pages) for pages, _ in merged]))
+    flat, num_tokens = listed.flat, sum([rows for _, rows in merged])
     if num_tokens > max_tokens or len(flat) > layout.pages:
         raise ValueError(
             f"a step of {num_tokens} rows and {len(flat)} pages of adapters in a plan for "
@@ -151,106 +151,80 @@ def write_lora_plan(
     page_start, weight_start = layout.starts[4:6]
     out[page_start : page_start + len(flat)] = flat
     out[weight_start : weight_start + len(flat)] = factors
-    first = np.array([pages[0] if pages else 0 for pages, _ in merged], dtype=np.int64)
-    fields = np.stack((row_ends - num_rows, num_rows, num_pages, page_ends - num_pages, first))
-    big, num_big, num_big_rows = None, 0, 0
-    if large:
-        is_large = num_rows >= LARGE_MIN_RUN
-        big = _tiles(fields[:, is_large], LARGE_ROWS)
-        fields, num_big, num_big_rows = fields[:, ~is_large], big.shape[1], int(big[1].sum())
-    small = _tiles(fields, SMALL_ROWS)
-    units = _units(small, flat, factors)
-    _write_tables(out, layout, small, units, big)
-    header = (
-        small.shape[1],
-        units.shape[1],
-        num_big,
-        num_tokens - num_big_rows,
-        num_big_rows,
-        max((len(pages) for pages, _ in merged), default=0),
-    )
+    write = _write_both if large else _write_small
+    header = write(out, layout, merged, listed, factors)
     out[: len(header)] = header
+    out[len(header)] = listed.most
     out[HEAD_UNITS], out[HEAD_TILES] = (header[1], header[0]) if has_head else (0, 0)
     out[EMBEDDING_SMALL] = header[0] if has_embedding else 0
-    out[EMBEDDING_LARGE] = num_big if has_embedding else 0
-    return LoraPlanCounts(num_tokens, *header, has_embedding)
+    out[EMBEDDING_LARGE] = header[2] if has_embedding else 0
+    return LoraPlanCounts(num_tokens, *header, listed.most, has_embedding)
 
 
-def _write_tables(
+def _write_small(
     out: NDArray[np.int32],
     layout: _Layout,
-    small: NDArray[np.int64],
-    units: NDArray[np.int64],
-    big: NDArray[np.int64] | None,
-) -> None:
-    """Writes the tiles and the units of the small ones, and clears the counters of the large
-    ones."""
-    num_big = 0 if big is None else big.shape[1]
-    for name, count, room in (
-        ("small tiles", small.shape[1], layout.small),
-        ("large tiles", num_big, layout.large),
-        ("units", units.shape[1], layout.units),
-    ):
-        if count > room:
-            raise ValueError(f"{count} {name} in a plan for {room}")
+    runs: Sequence[Run],
+    listed: Pages,
+    factors: NDArray[np.int32] | int,
+) -> tuple[int, int, int, int, int]:
+    """Writes small tiles only. Returns their number, the units, no large tiles, and the rows of
+    both kinds. The device waits for it where sequences have drafts."""
+    rows_of, owners_of = cut(runs, SMALL_ROWS)
+    rows = np.array(rows_of, dtype=np.int32)
+    fields, owners, index, pages = listed.fields, listed.owners, listed.index, listed.flat
+    if len(rows) > len(runs):  # some runs have several tiles
+        fields = fields[:, owners_of]
+        owners, index = spread(fields[0])
+        at = fields[1][owners] + index
+        pages = pages[at]
+        factors = factors if isinstance(factors, int) else factors[at]
+    count, num_units = len(rows), len(pages)
+    _check_room(layout, count, num_units, 0)
+    starts = np.cumsum(rows, dtype=np.int32) - rows
+    small_start, unit_start, *_ = layout.starts
+    small = out[small_start : small_start + count * TILE_FIELDS].reshape(count, TILE_FIELDS)
+    small[:, 0] = small[:, 5] = starts
+    small[:, 1], small[:, 2:5] = rows, fields.T
+    units = out[unit_start : unit_start + num_units * UNIT_FIELDS].reshape(num_units, UNIT_FIELDS)
+    units[:, 0] = units[:, 4] = starts[owners]
+    units[:, 1], units[:, 2], units[:, 3], units[:, 5] = rows[owners], pages, index, factors
+    return count, num_units, 0, int(rows.sum()), 0
+
+
+def _write_both(
+    out: NDArray[np.int32],
+    layout: _Layout,
+    runs: Sequence[Run],
+    listed: Pages,
+    factors: NDArray[np.int32] | int,
+) -> tuple[int, int, int, int, int]:
+    """Writes small and large tiles. Returns their numbers as `_write_small` does."""
+    num_rows = np.array([rows for _, rows in runs], dtype=np.int64)
+    fields = np.vstack((np.cumsum(num_rows) - num_rows, num_rows, listed.fields))
+    is_large = num_rows >= LARGE_MIN_RUN
+    big = lora_runs.tiles(fields[:, is_large], LARGE_ROWS)
+    small = lora_runs.tiles(fields[:, ~is_large], SMALL_ROWS)
+    units = lora_runs.units(small, listed.flat, factors)
+    num_big, num_big_rows = big.shape[1], int(big[1].sum())
+    _check_room(layout, small.shape[1], units.shape[1], num_big)
     small_start, unit_start, large_start, counter_start, *_ = layout.starts
     _put(out, small_start, TILE_FIELDS, small)
     _put(out, unit_start, UNIT_FIELDS, units)
-    if big is not None and num_big:
+    if num_big:
         _put(out, large_start, TILE_FIELDS, big)
         out[counter_start : counter_start + num_big * COUNTERS] = 0
+    return small.shape[1], units.shape[1], num_big, int(small[1].sum()), num_big_rows
 
 
-def _merge(
-    runs: Sequence[tuple[Sequence[int], int]], weights: Sequence[Sequence[float]] | None
-) -> tuple[list[tuple[Sequence[int], int]], list[Sequence[float]]]:
-    merged: list[tuple[Sequence[int], int]] = []
-    merged_weights: list[Sequence[float]] = []
-    last: Sequence[int] | None = None
-    for (pages, rows), own in zip(runs, repeat(()) if weights is None else weights, strict=False):
-        if rows == 0:
-            continue
-        if pages == last and own == merged_weights[-1]:
-            merged[-1] = (pages, merged[-1][1] + rows)
-        else:
-            merged.append((pages, rows))
-            merged_weights.append(own)
-            last = pages
-    return merged, merged_weights
-
-
-def _tiles(runs: NDArray[np.int64], height: int) -> NDArray[np.int64]:
-    """Cuts runs [fields, R] into tiles of at most `height` rows."""
-    tiles = runs
-    if runs.shape[1] and runs[1].max() > height:
-        num_tiles = -(-runs[1] // height)
-        tiles = np.repeat(runs, num_tiles, axis=1)
-        done = _count_within(num_tiles) * height
-        tiles[0] += done
-        tiles[1] = np.minimum(tiles[1] - done, height)
-    return np.vstack((tiles, np.cumsum(tiles[1]) - tiles[1]))
-
-
-def _units(
-    tiles: NDArray[np.int64], pages: NDArray[np.int32], weights: NDArray[np.int32] | int
-) -> NDArray[np.int64]:
-    """Returns every page of every tile, with the fields of a unit. `weights`: bits of each page's,
-    or of all."""
-    owners = np.repeat(np.arange(tiles.shape[1]), tiles[2])
-    index = _count_within(tiles[2])
-    at = tiles[3][owners] + index
-    units = np.empty((6, len(index)), dtype=np.int64)
-    units[[0, 1, 4]] = tiles[[0, 1, 5]][:, owners]
-    units[2] = pages[at]
-    units[3] = index
-    units[5] = weights if isinstance(weights, int) else weights[at]
-    return units
-
-
-def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Counts within runs: [2, 0, 3] -> [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+def _check_room(layout: _Layout, num_small: int, num_units: int, num_large: int) -> None:
+    for name, count, room in (
+        ("small tiles", num_small, layout.small),
+        ("large tiles", num_large, layout.large),
+        ("units", num_units, layout.units),
+    ):
+        if count > room:
+            raise ValueError(f"{count} {name} in a plan for {room}")
 
 
 def _put(out: NDArray[np.int32], start: int, width: int, columns: NDArray[np.int64]) -> None:

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -407,7 +408,12 @@ def run_step(scheduler: Scheduler, token: int = 7) -> tuple[ScheduledBatch, list
     """A step whose every draw is the same token."""
     batch = scheduler.schedule()
     samples = [Sample(token if item.samples else None) for item in batch.sequences]
-    return batch, scheduler.commit(batch, samples)
+    return batch, commit(scheduler, batch, samples)
+
+
+def commit(scheduler: Scheduler, batch: ScheduledBatch, samples: Many[Sample]) -> list[TokenOutput]:
+    scheduler.commit(batch, samples)
+    return scheduler.take_outputs()
 
 
 def ranges(batch: ScheduledBatch) -> list[tuple[str, int, int, int]]:

@@ -50,5 +50,7 @@ class ScriptedDrafter:
             ids = right
         return Draft(tuple(ids), draw.randint(1, 20)) if ids else None
 
+    def learn(self) -> None: ...
+
     def end(self, sequence: Sequence) -> None:
         self.open.discard(sequence)

@@ -30,7 +30,7 @@ from tests.benchmarks.simulator.records import jain
 from tests.benchmarks.simulator.scaler import Scaler
 from tests.benchmarks.simulator.tiers import TierRoom, TierSpeeds
 from tests.benchmarks.simulator.traffic import LogNormal, Traffic, TrafficArgs
-from tests.fakes import FakePool, make_config
+from tests.fakes import FakePool, commit, make_config
 
 
 class Shortest:
@@ -167,7 +167,7 @@ def _real_first_tokens(numbers: Calibration, calls: Sequence[Call]) -> dict[int,
 
     def collect(batch: ScheduledBatch) -> None:
         samples = [Sample(7 if item.samples else None) for item in batch.sequences]
-        for output in scheduler.commit(batch, samples):
+        for output in commit(scheduler, batch, samples):
             first_s.setdefault(int(output.request_id), now_s)
 
     while coming or scheduler.has_work:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar
 
 import pytest
@@ -210,6 +213,45 @@ def test_the_best_beginnings_of_all_drafts_are_chosen() -> None:
         gate.observe(2, 3, 0.012)
     assert gate.choose(2, [[0.9, 0.8, 0.01], [0.5, 0.02]], 0.0005) == [2, 1]
     assert gate.choose(2, [[0.1, 0.01]], 0.0005) == [0]
+
+
+def test_the_choice_has_the_most_tokens_per_second_of_all_numbers_of_drafts() -> None:
+    """Compared with a walk over the numbers, on steps of 20 and 40 draft tokens."""
+    draw = random.Random(3)
+    for _ in range(200):
+        gate, plain_s = DraftGate(), draw.uniform(0.008, 0.010)
+        first_s, second_s = sorted(draw.uniform(0.008, 0.014) for _ in range(2))
+        for _ in range(9):
+            for num_drafted, seconds in ((0, plain_s), (20, first_s), (40, second_s)):
+                gate.observe(8, num_drafted, seconds)
+                if draw.random() < 0.2:
+                    gate.prepare(8, 1e-4)
+        row_s = draw.choice((0.0, 1e-4))
+        survivals = [
+            list(accumulate((draw.choice((0.5, 0.8)) for _ in range(8)), mul)) for _ in range(8)
+        ]
+        values = sorted((v for one in survivals for v in one if v >= 0.05), reverse=True)
+        rates = [1.03 * 8 / plain_s]
+        for count in range(1, len(values) + 1):
+            slope = (second_s - first_s) / 20
+            beyond = slope * (count - 20) if count <= 40 else slope * (20 + (count - 40) / 2)
+            expected_s = first_s + beyond
+            if count <= 20:
+                expected_s = max(plain_s, first_s - row_s * (20 - count))
+            rates.append((8 + sum(values[:count])) / expected_s)
+        best = max(range(len(rates)), key=rates.__getitem__)
+        counts = gate.choose(8, survivals, row_s)
+        assert sum(counts) == best
+        chosen = [v for one, count in zip(survivals, counts, strict=True) for v in one[:count]]
+        assert sorted(chosen, reverse=True) == values[:best]
+
+
+def test_tokens_that_no_step_is_worth_have_no_estimate() -> None:
+    acceptance = Acceptances().of_sequence("a")
+    found = acceptance.survivals(Draft(tuple(range(20)), 1))
+    assert 1 <= len(found) < 20
+    assert found == sorted(found, reverse=True)
+    assert found[-1] >= 0.05
 
 
 def test_nothing_is_chosen_before_a_step_without_drafts_was_measured() -> None:

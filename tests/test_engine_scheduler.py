@@ -18,6 +18,7 @@ from tests.fakes import (
     FakePool,
     FakeRunner,
     check_invariants,
+    commit,
     make_config,
     make_request,
     make_scheduler,
@@ -121,7 +122,7 @@ def test_prompt_logprobs_take_no_hits_and_come_with_the_first_output() -> None:
     while scheduler.has_work:
         batch = scheduler.schedule()
         assert all(i.start != 4 or i.end > 6 for i in batch.sequences)
-        collected += scheduler.commit(batch, runner.execute(batch))
+        collected += commit(scheduler, batch, runner.execute(batch))
     assert [len(o.prompt_logprobs) for o in collected] == [8, 8]
     assert [p and p.token_id for p in collected[1].prompt_logprobs] == [None, 2, 3, 4, 5, 6, 7, 8]
     assert scheduler.load().prefix_queries == 0
@@ -220,7 +221,7 @@ def test_an_abort_between_schedule_and_commit_drops_the_sample() -> None:
     scheduler.add(make_request("a", 6), 0)
     batch = scheduler.schedule()
     scheduler.abort("a")
-    outputs = scheduler.commit(batch, [Sample(3)])
+    outputs = commit(scheduler, batch, [Sample(3)])
     assert [o.finish_reason for o in outputs] == ["abort"]
     assert blocks.num_free == 10
 
@@ -270,14 +271,14 @@ def test_a_step_is_planned_while_the_last_is_under_way() -> None:
     second = scheduler.schedule()
     assert ranges(second) == [("a", 0, 3, 4), ("b", 0, 5, 7)]
     assert [item.samples for item in (*first.sequences, *second.sequences)] == [1, 0, 1, 1]
-    outputs = scheduler.commit(first, [Sample(7), Sample(None)])
+    outputs = commit(scheduler, first, [Sample(7), Sample(None)])
     assert [(o.request_id, o.offset) for o in outputs] == [("a", 0)]
     third = scheduler.schedule()
     assert ranges(third) == [("a", 0, 4, 5), ("b", 0, 7, 8)]
-    scheduler.commit(second, [Sample(7), Sample(8)])
+    commit(scheduler, second, [Sample(7), Sample(8)])
     # The last token of "a" is under way: nothing is left to compute.
     assert ranges(scheduler.schedule()) == [("b", 0, 8, 9)]
-    outputs = scheduler.commit(third, [Sample(7), Sample(8)])
+    outputs = commit(scheduler, third, [Sample(7), Sample(8)])
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "length"), ("b", None)]
 
 
@@ -286,9 +287,9 @@ def test_what_a_sequence_that_has_ended_left_under_way_is_dropped() -> None:
     scheduler.add(make_request("a", 6, stop_token_ids=(7,)), 0)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert ranges(second) == [("a", 0, 6, 7)]
-    assert [o.finish_reason for o in scheduler.commit(first, [Sample(7)])] == ["stop"]
+    assert [o.finish_reason for o in commit(scheduler, first, [Sample(7)])] == ["stop"]
     assert blocks.num_free == 10
-    assert scheduler.commit(second, [Sample(5)]) == []
+    assert commit(scheduler, second, [Sample(5)]) == []
 
 
 def test_a_sequence_with_penalties_is_in_every_step() -> None:
@@ -298,7 +299,7 @@ def test_a_sequence_with_penalties_is_in_every_step() -> None:
     scheduler.add(make_request("b", [9] * 2), 0)
     first = scheduler.schedule()
     assert ranges(scheduler.schedule()) == [("a", 0, 6, 7), ("b", 0, 2, 3)]
-    scheduler.commit(first, [Sample(7), Sample(7)])
+    commit(scheduler, first, [Sample(7), Sample(7)])
     assert ranges(scheduler.schedule()) == [("a", 0, 7, 8), ("b", 0, 3, 4)]
 
 

@@ -252,6 +252,8 @@ class AnswerDrafter:
     def propose(self, sequence: Sequence, limit: int) -> Draft | None:
         return Draft(tuple(self.answer[sequence.num_output_tokens :][:limit]), 4)
 
+    def learn(self) -> None: ...
+
     def end(self, sequence: Sequence) -> None: ...
 
 

@@ -43,6 +43,21 @@ def test_the_head_s_plan_is_sent_only_if_needed() -> None:
     assert buffers.device_tables(1)[0][0, 0] == 6
 
 
+def test_each_of_many_steps_sends_its_own_numbers() -> None:
+    buffers = make_buffers()
+    for number in range(200):
+        num_rows, width = number % 3 + 1, number // 3 % 7 + 1
+        buffers.begin()
+        buffers.host("token_ids")[:] = number
+        buffers.host("head")[:] = number
+        buffers.host_tables(num_rows, width)[:] = number
+        buffers.send(num_rows, width, with_head=number % 5 == 0)
+        assert buffers.device("token_ids").tolist() == [number] * 5
+        assert buffers.device("head").tolist() == [number - number % 5] * 9
+        (table,) = buffers.device_tables(num_rows)
+        assert (table[:, :width] == number).all()
+
+
 def test_a_second_block_table_has_slots_and_rows_of_its_own() -> None:
     buffers = StepBuffers(BufferSizes(5, 3, 3, 7, 11, 6, 9, num_tables=2), torch.device("cpu"))
     buffers.begin()

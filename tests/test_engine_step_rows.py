@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.decode_columns import DecodeColumns
 from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_rows import write_decodes
 from engine.types import Request, SamplingParams, ScheduledBatch, ScheduledSequence, Sequence
@@ -67,6 +68,7 @@ def test_each_row_has_the_numbers_that_it_has_alone(
     longest: int, num_tables: int, has_drafts: bool, max_queries: int
 ) -> None:
     draw = random.Random(longest + num_tables + has_drafts + max_queries)
+    columns = DecodeColumns(MOST, MAX_BLOCKS, num_tables)
     for _ in range(10):
         parts = []
         for number in range(draw.randrange(1, 9)):
@@ -79,7 +81,7 @@ def test_each_row_has_the_numbers_that_it_has_alone(
         buffers, size = make_buffers(num_tables), len(rows) + draw.randrange(4)
         buffers.begin()
         num_sequences, width, _ = write_decodes(
-            buffers, tuple(parts), drawn_rows, size, BLOCK, HEADS, max_queries
+            buffers, columns, tuple(parts), drawn_rows, size, BLOCK, HEADS, max_queries
         )
         assert width == max(-(-row.end // BLOCK) for row in rows)
         check_padding(buffers, len(rows), num_sequences, size, num_tables)
@@ -173,3 +175,46 @@ def check_as_any_step(buffers: StepBuffers, rows: tuple[ScheduledSequence, ...],
     expected = np.zeros_like(buffers.host("attention"))
     write_work(expected, starts, kv_lens, HEADS)
     assert (buffers.host("attention") == expected).all()
+
+
+@pytest.mark.parametrize("num_tables", [1, 2])
+def test_columns_follow_sequences_that_grow_end_and_are_preempted(num_tables: int) -> None:
+    draw = random.Random(num_tables)
+    columns = DecodeColumns(6, MAX_BLOCKS, num_tables)
+    running: list[ScheduledSequence] = []
+    for number in range(300):
+        if len(running) < 6 and draw.random() < 0.5:
+            running.append(make_decode(draw, number, draw.randrange(2, 200), 0, True))
+            running[-1].sequence.num_dropped = 0
+        if running and draw.random() < 0.2:
+            running.pop(draw.randrange(len(running)))
+        running = [grown(draw, part, num_tables > 1) for part in running]
+        parts = tuple(part for part in running if draw.random() < 0.9)
+        numbers, most = columns.update(parts, BLOCK)
+        assert most == max((-(-part.end // BLOCK) for part in parts), default=0)
+        buffers = make_buffers(num_tables)
+        columns.write_draws(buffers, numbers)
+        assert len(set(numbers.tolist())) == len(parts)
+        for i, (part, row) in enumerate(zip(parts, numbers, strict=True)):
+            sequence, stop = part.sequence, -(-part.end // BLOCK)
+            assert buffers.host_longs("seeds")[i] == sequence.seed
+            assert buffers.host("top_k")[i] == sequence.request.params.top_k
+            tables = (sequence.block_table, sequence.window_table)[:num_tables]
+            for index, table in enumerate(tables):
+                assert columns.tables[index][row, :stop].tolist() == table[:stop]
+
+
+def grown(draw: random.Random, part: ScheduledSequence, has_windows: bool) -> ScheduledSequence:
+    """The next step of a sequence, which was perhaps preempted, or whose window has moved on."""
+    sequence, end = part.sequence, part.end + draw.randrange(1, 40)
+    more = draw.sample(range(10_000), -(-end // BLOCK) - part.end // BLOCK)
+    if draw.random() < 0.1:
+        sequence.num_dropped = 0
+        sequence.block_table = draw.sample(range(10_000), len(sequence.block_table))
+        sequence.window_table = draw.sample(range(10_000), len(sequence.window_table))
+    sequence.block_table += more
+    sequence.window_table += more
+    last = sequence.window_table if has_windows else sequence.block_table
+    sequence.num_dropped = draw.randrange(sequence.num_dropped, end // BLOCK + 1)
+    last[: sequence.num_dropped] = [7] * sequence.num_dropped
+    return ScheduledSequence(sequence, end - 1, end, True)

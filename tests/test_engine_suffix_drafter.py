@@ -55,6 +55,26 @@ def test_a_draft_comes_from_the_prompt_and_from_the_output_so_far() -> None:
     assert drafter.propose(sequence, 1) == Draft((6,), 2)
 
 
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.randoms(use_true_random=False))
+def test_a_text_that_comes_in_steps_has_the_drafts_of_one_that_comes_at_once(
+    text: list[int], draw: random.Random
+) -> None:
+    whole, stepwise = SuffixDrafter(MIB), SuffixDrafter(MIB)
+    growing = sequence_of(text[:1])
+    while len(growing.token_ids) < len(text):
+        stepwise.propose(growing, 4)
+        end = len(growing.token_ids)
+        growing.token_ids += text[end : end + draw.randrange(1, 40)]
+        if draw.random() < 0.5:
+            stepwise.learn()
+    assert stepwise.propose(growing, 4) == whole.propose(sequence_of(text), 4)
+    stepwise.learn()
+    for start in range(len(text)):
+        other = sequence_of(text[start : start + 5])
+        other.choice = 1  # adds nothing of its prompt
+        assert stepwise.propose(other, 4) == whole.propose(other, 4)
+
+
 def test_a_longer_match_goes_before_a_newer_one() -> None:
     drafter = SuffixDrafter(MIB)
     learn(drafter, [1, 2, 3, 4, 50, 51], [9, 9, 3, 4, 60, 61])
@@ -132,6 +152,7 @@ def test_a_prompt_longer_than_the_index_is_taken_in_parts() -> None:
     sequence = sequence_of(list(range(5000)))
     for _ in range(500):
         drafter.propose(sequence, 1)
+        drafter.learn()
         assert drafter.num_tokens <= 100
     sequence.token_ids += [4990, 4991]
     assert drafter.propose(sequence, 2) == Draft((4992, 4993), 2)

@@ -11,7 +11,8 @@ right with a fixed probability per token (`--acceptance`), replayed from a run w
 requests of a round begin together, so the time after their prompts is told apart, and that in which
 all of them run: the last ones run in a batch of few. The head is the embedding, moved by a row: the
 next token is then never nearly equal to another one, and an answer does not change with the
-rounding of larger steps, which would make all later drafts wrong.
+rounding of larger steps, which would make all later drafts wrong. `launch_gap_ms` is the host's
+time from the tokens of a step to the launch of the next one, in steps with drafts.
 
     python -m tests.benchmarks.speculation [--concurrency 1,4,16] [--rounds 5] [--threads 1]
     python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6,0.8 --distinct 0,32
@@ -36,12 +37,14 @@ from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.core import Engine
+from engine.device_step import DeviceSteps
 from engine.drafts import Draft, Drafter
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams, SpeculationMode
 from engine.types import Sequence as Choice
 from notebooks.demo_adapters import extract, pirate, sql, tools
 from notebooks.demo_adapters.train import chat_template, render
+from tests.benchmarks.launch_gaps import LaunchGaps
 from tests.benchmarks.memory_adapters import MemoryReader
 from tests.benchmarks.our_engine import Settings
 from tests.benchmarks.report import emit, emit_machine
@@ -77,6 +80,8 @@ class ReplayedDrafter:
             for token_id in right
         )
         return Draft(ids, _MATCH_LENGTH) if ids else None
+
+    def learn(self) -> None: ...
 
     def end(self, sequence: Choice) -> None: ...
 
@@ -151,14 +156,20 @@ class Variant:
         config: EngineConfig,
         runner: ModelRunner,
         drafter: Drafter | None,
+        gaps: LaunchGaps | None = None,
     ) -> None:
+        """`gaps`: of the runner; None: it has no device."""
         self.mode = mode
         self.engine = Engine(replace(config, speculation=mode), runner, drafter=drafter)
         self.timings: list[Timing] = []
+        self.gaps_s: list[float] = []
+        self._gaps = gaps
         self._drafted, self._accepted = 0, 0
 
     def run(self, requests: Sequence[Request], concurrency: int) -> Timing:
         self.timings.append(run(self.engine, requests, concurrency))
+        if self._gaps is not None:
+            self.gaps_s += self._gaps.take()
         return self.timings[-1]
 
     def acceptance(self) -> tuple[int, int]:
@@ -181,6 +192,7 @@ def measure(
     `facts`: more fields of the lines."""
     for variant in variants:
         variant.timings.clear()
+        variant.gaps_s.clear()
         variant.acceptance()
     num_different = 0
     for number, requests in enumerate(rounds):
@@ -213,6 +225,7 @@ def measure(
             draft_tokens=drafted,
             accepted_tokens=accepted,
             acceptance=round(accepted / drafted, 3) if drafted else None,
+            launch_gap_ms=_median([1000 * s for s in variant.gaps_s]) if variant.gaps_s else None,
             different_answers=num_different,
         )
 
@@ -289,6 +302,7 @@ def measure_shape(arguments: argparse.Namespace) -> None:
         )
         config = settings.config("on" if max(counts) else "off")
         runner = ModelRunner(config)
+        gaps = LaunchGaps(runner._steps) if isinstance(runner._steps, DeviceSteps) else None
         weights = runner._rank.weights
         weights.head.copy_(weights.embedding.roll(1, 0))
         # What the layers add, of the size 2 each, must not hide it.
@@ -303,7 +317,9 @@ def measure_shape(arguments: argparse.Namespace) -> None:
         for concurrency, count in product(_numbers(arguments.concurrency), counts):
             for acceptance in map(float, arguments.acceptance.split(",")):
                 drafter = ReplayedDrafter(acceptance)
-                variants = [Variant(mode, config, runner, drafter) for mode in arguments.modes]
+                variants = [
+                    Variant(mode, config, runner, drafter, gaps) for mode in arguments.modes
+                ]
                 rounds = [
                     [
                         Request(

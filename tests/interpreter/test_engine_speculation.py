@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 
 from engine.core import Engine
+from engine.device_step import DeviceSteps
 from engine.drafts import Drafter
 from engine.runner import ModelRunner
 from engine.types import Grammar, Request, SamplingParams, Sequence, TokenLogprobs
+from tests.benchmarks.launch_gaps import LaunchGaps
 from tests.called_graphs import with_graphs
 from tests.engine_helpers import make_named_adapters, make_small_base, open_small, random_prompt
 from tests.fakes import make_config
@@ -76,6 +78,8 @@ def test_drafts_change_no_token_of_the_device(
 ) -> None:
     plain, num_steps = without_drafts
     graphs = with_graphs(runner) if in_graphs else None
+    assert isinstance(runner._steps, DeviceSteps)
+    gaps = LaunchGaps(runner._steps)
 
     def truth(sequence: Sequence) -> tuple[int, ...]:
         return tuple(plain[sequence.request.request_id][0])
@@ -85,6 +89,7 @@ def test_drafts_change_no_token_of_the_device(
     found, engine = outputs(runner, drafter, ahead=ahead, forced=not in_graphs)
     load = engine.load()
     assert graphs is None or {key.size for key in graphs.replayed} == {1, 8}
+    assert gaps.take() or not in_graphs
     assert 0 < load.num_accepted_tokens < load.num_draft_tokens
     assert load.num_steps < num_steps
     for name, (token_ids, logprobs) in plain.items():

@@ -348,7 +348,7 @@ def test_an_engine_in_4_bits_has_products_of_its_own() -> None:
 def test_few_layers_launch_what_all_layers_launch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a capture only these run, and a capture may load no kernel."""
+    """A capture may load no kernel, and only these run before it."""
     forms: Int4Forms = {}
     if name == "last-layer-in-16-bits":
         name = "llama-3-8b-gptq"

@@ -51,7 +51,7 @@ class EngineConfig:
     force_grammar_tokens: bool = True
     # Drafts of requests that do not choose; "off": of none. See `engine.speculation`.
     speculation: SpeculationMode = "off"
-    num_speculative_tokens: int = 8  # of a sequence's draft, at most
+    num_speculative_tokens: int = 7  # of a draft, at most: 8 rows are a tile of an adapter
     suffix_cache_bytes: int = 64 * 1024 * 1024  # host memory of the text that drafts come from
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
     piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention

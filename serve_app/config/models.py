@@ -95,8 +95,9 @@ class EngineArgs(Args):
     is expected to save time, by the acceptance of drafts and the cost of steps, both measured;
     `suffix`: wherever earlier text matches. A request's field `speculation` replaces it, unless it
     is `off`."""
-    num_speculative_tokens: int = Field(default=8, ge=1, le=32)
-    """The most tokens of a draft."""
+    num_speculative_tokens: int = Field(default=7, ge=1, le=32)
+    """The most tokens of a draft. With one more than 7 a sequence has more rows than a tile of its
+    adapter, whose bytes are read once for each tile."""
     suffix_cache_bytes: Bytes = 64 * 1024 * 1024
     """The host memory for the text that drafts come from, 512 bytes a token; the oldest text
     leaves it first."""

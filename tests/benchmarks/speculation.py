@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="of a round, at least")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, help="of torch on a CPU")
-    parser.add_argument("--draft-tokens", type=int, default=8)
+    parser.add_argument("--draft-tokens", type=int, default=7)
     parser.add_argument("--modes", nargs="+", default=["off", "auto", "suffix"])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, replayed drafts")
     parser.add_argument("--acceptance", default="0.6", help="of a replayed draft's token, by comma")

@@ -5,7 +5,7 @@ schemas, expressions, given choices and demanded tool calls, five adapters and t
     python -m tests.benchmarks.chaos --out FILE [--kills 10] [--minutes 5]
         [--target engine | ingress | controller | manager | database | sigstop | rank |
         node | silent_node] [--base demo | tiny] [--replicas 3] [--ranks 2] [--device cuda]
-        [--keys] [--free]
+        [--keys] [--free] [--haproxy]
 
 Every answer is compared, token by token, with the one that the same request had before the first
 kill. `engine`: nothing but `ok`, for prompt and tokens so far go to another replica. `rank`: the
@@ -174,6 +174,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="of an engine; the demo's divide by 3")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ingresses", type=int, help="1, or 2 where ingresses are killed")
+    parser.add_argument("--haproxy", action="store_true", help="in front; not of nodes")
     parser.add_argument("--clients", type=int, default=6, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=48, help="the longest answer")
     parser.add_argument("--keys", action="store_true", help="requests need a key; see the ledger")
@@ -242,6 +243,7 @@ def main() -> None:
             "ranks": args.ranks,
             "device": args.device,
             "ingresses": args.ingresses,
+            "haproxy": args.haproxy,
             "replaced_s": [round(one, 2) for one in faults.replaced_s],
             "replaced_p50_s": round(percentile(faults.replaced_s, 50), 2),
             "load_average": os.getloadavg()[0],

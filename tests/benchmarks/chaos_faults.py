@@ -152,5 +152,6 @@ def process_platform(
 ) -> Iterator[Faults]:
     """`loraplex serve`; `arguments`: of its application; `database`: of its keys, to be killed."""
     url = f"http://127.0.0.1:{port}"
-    with serving(home, write_serve_file(home, port, arguments), url) as server:
+    front = "--haproxy" if args.haproxy else "--no-haproxy"
+    with serving(home, write_serve_file(home, port, arguments), url, front) as server:
         yield ProcessFaults(server.process.pid, url, args, report, database)

@@ -16,6 +16,7 @@ from engine.admission import EngineLimits
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
 from registry.errors import NotFoundError, RegistryUnavailableError
+from serve_app.api import ingress
 from serve_app.api.model_list import ModelList
 from serve_app.config import MigrationArgs, ModelArgs
 from serve_app.dispatch import gateway as gateway_module
@@ -23,6 +24,7 @@ from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.messages import BaseDescription
 from serve_app.platform_view import PlatformView, ServedBase
+from serve_app.tenancy.table import KeyDelta, KeyTable
 from tests.ingress_app import make_gateway
 
 
@@ -164,3 +166,36 @@ def test_a_queue_does_not_keep_the_text_files_of_its_base_in_memory() -> None:
     del handle
     gc.collect()
     assert text() is None
+
+
+async def test_an_ingress_joins_once_it_can_answer_as_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    opened = asyncio.Event()
+
+    async def open_base(served: ServedBase, _: object) -> BaseHandle:
+        await opened.wait()
+        description = BaseDescription({}, EngineLimits(64, 64, 64))
+        return BaseHandle(served.base, "app", Mock(), description, Mock(), 0.0)
+
+    monkeypatch.setattr(gateway_module, "open_base", open_base)
+    monkeypatch.setattr(ingress, "_CATCH_UP_POLL_S", 0.001)
+    gateway, keys = make_gateway(), KeyTable()
+    joined = asyncio.create_task(ingress.catch_up(gateway, keys, 60))
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
+    view = PlatformView("1", Catalog((base,), ()), (served,), (), True, None)
+    for arrives in (
+        lambda: gateway._apply(view),
+        opened.set,
+        lambda: keys.apply(KeyDelta("1", ())),
+    ):
+        await asyncio.sleep(0.02)
+        assert not joined.done()
+        arrives()
+    await asyncio.wait_for(joined, 5)
+    assert gateway.resolve("base")[0].base == base
+
+
+async def test_an_ingress_without_a_manager_joins_at_the_time_out() -> None:
+    await asyncio.wait_for(ingress.catch_up(make_gateway(), None, 0.01), 5)

@@ -110,6 +110,11 @@ class Gateway:
         check_running(*self._tasks)
 
     @property
+    def has_caught_up(self) -> bool:
+        """True once every base that runs can be called, or never will be."""
+        return self.view is not None and not self._opening
+
+    @property
     def is_ready(self) -> bool:
         view = self.view
         return (

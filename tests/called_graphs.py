@@ -16,7 +16,7 @@ class CalledGraphs(DecodeGraphs):
     """Calls what a graph would replay."""
 
     def __init__(self, steps: DeviceSteps, sizes: tuple[int, ...] = (1, 8)) -> None:
-        super().__init__(sizes, steps._run_static)
+        super().__init__(sizes, steps._run_static, few_layers=())
         self.replayed: list[GraphKey] = []
 
     def size_for(self, num_rows: int) -> int | None:
@@ -24,7 +24,7 @@ class CalledGraphs(DecodeGraphs):
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         self.replayed.append(key)
-        return self._run(key)
+        return self._run(key, None)
 
 
 def with_graphs(runner: ModelRunner, sizes: tuple[int, ...] = (1, 8)) -> CalledGraphs:

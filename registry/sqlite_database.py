@@ -14,14 +14,19 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
+from urllib.parse import unquote, urlsplit
 
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from registry.errors import RegistryError
+from registry.sqlite_uri import sqlite_uri
+
 Marker = tuple[int, int, int]
 
 _BUSY_S = 0.2
+_IN_MEMORY = ":memory:"
 
 
 class ChangeProbe:
@@ -64,34 +69,38 @@ class ChangeProbe:
 
 
 def sqlite_file(tracking_uri: str) -> Path:
-    return Path(tracking_uri.removeprefix("sqlite:///").partition("?")[0])
+    """Returns the file of a SQLite store, as SQLAlchemy and SQLite read the URI; `:memory:` for a
+    database without one. Raises RegistryError for a URI that they cannot read, and for a folder."""
+    try:
+        url = make_url(tracking_uri)
+    except (ArgumentError, ValueError):
+        url = None
+    if url is None or url.host is not None:
+        raise RegistryError(f"{tracking_uri} is not a URI of SQLite, which is sqlite:///FILE")
+    name = url.database or _IN_MEMORY
+    if "uri" in url.query and name.startswith("file:"):  # SQLite's own URI
+        name = _IN_MEMORY if url.query.get("mode") == "memory" else unquote(urlsplit(name).path)
+    file = Path(name)
+    if file.is_dir():
+        raise RegistryError(f"{tracking_uri} names a folder; the URI of SQLite is sqlite:///FILE")
+    return file
 
 
 def missing_file(tracking_uri: str) -> Path | None:
-    """Returns the file that the first use of a SQLite store would create, otherwise None."""
-    file = _own_file(tracking_uri)
-    return None if file is None or file.exists() else file
-
-
-def _own_file(tracking_uri: str) -> Path | None:
-    """Returns the file of a SQLite store; None for another store, and for a database in memory or
-    with a name of its own."""
+    """Returns the file that a SQLite store has and that does not exist, otherwise None. Raises
+    RegistryError as `sqlite_file` does."""
     if not tracking_uri.startswith("sqlite:"):
         return None
-    try:
-        url, file = make_url(tracking_uri), sqlite_file(tracking_uri)
-    except ArgumentError:  # MLflow refuses it
-        return None
-    is_plain_file = url.database == str(file) != ":memory:" and "uri" not in url.query
-    return file.resolve() if is_plain_file else None
+    file = sqlite_file(tracking_uri)
+    return None if str(file) == _IN_MEMORY or file.exists() else file.resolve()
 
 
 def create_sqlite(uri: str, artifact_root: str) -> None:
     """Creates a store's database if there is none, whole or not at all: MLflow's migrations take
     seconds, and an interrupt among them, or a second process, would leave a database that no
-    process can open again. A database without a file of its own is left to MLflow."""
+    process can open again. A database in memory, or with SQLite's own URI, is left to MLflow."""
     file = missing_file(uri)
-    if file is None:
+    if file is None or "uri" in make_url(uri).query:
         return
     with ExitStack() as stack:
         folder = os.open(file.parent, os.O_RDONLY)
@@ -103,7 +112,7 @@ def create_sqlite(uri: str, artifact_root: str) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         made = stack.enter_context(TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent))
         new = Path(made, file.name)
-        store = SqlAlchemyStore(f"sqlite:///{new}", artifact_root)  # type: ignore[no-untyped-call]
+        store = SqlAlchemyStore(sqlite_uri(new), artifact_root)  # type: ignore[no-untyped-call]
         store.engine.dispose()
         for end in ("-journal", "-wal", "-shm"):  # SQLite would apply the files of a lost database
             Path(f"{file}{end}").unlink(missing_ok=True)

@@ -298,6 +298,13 @@ def test_the_printed_commands_send_a_key_where_requests_need_one(
     start = f"http://h:1/v1/chat/completions -H 'content-type: application/json' {key}-d '{{"
     assert [command.split(" ", 2)[2].startswith(start) for command in commands] == [True] * 3
     assert ("export LORAPLEX_API_KEY=KEY" in lines) is has_keys
+    hint = "# Requests need a key: loraplex keys create --url http://h:1"
+    assert (hint in lines) is has_keys
+
+
+def test_the_hint_at_keys_leaves_the_usual_address_out(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_examples("http://127.0.0.1:8000", [ModelLine("tiny")], has_keys=True)
+    assert capsys.readouterr().out.startswith("# Requests need a key: loraplex keys create\n")
 
 
 def test_a_registry_that_says_nothing_does_not_hold_up_the_check(

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from serve_app.field_problems import problem_of
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 Url = Annotated[str, typer.Option("--url", help="Address of the running server")]
@@ -34,8 +36,18 @@ class LogFormat(StrEnum):
 
 
 class Group(TyperGroup):
-    """A group whose own --help is False, not None, while a command below it is parsed: typer would
-    import pydantic to convert the None."""
+    """A group that refuses a value of a command below it in our words: typer has those of pydantic.
+
+    Its own --help is False, not None, while such a command is parsed: typer would import pydantic
+    to convert the None."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if errors := getattr(error.__cause__, "errors", None):
+                error.message = problem_of(errors()[0])
+            raise
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from registry.sources import check_listed
+from registry.sqlite_uri import sqlite_uri
 from serve_app.config.platform import IngressArgs, RegistryArgs
 from serve_app.config.tenancy import TenancyArgs
 from serve_app.home import ADMIN_TOKEN, default_home
@@ -34,7 +35,7 @@ def tracking_uri(args: RegistryArgs) -> str:
 
 def embedded_uri() -> str:
     """Returns the URI of the SQLite registry in the home."""
-    return f"sqlite:///{default_home() / 'mlflow.db'}"
+    return sqlite_uri(default_home() / "mlflow.db")
 
 
 def artifact_root(args: RegistryArgs) -> Path | None:
@@ -78,7 +79,7 @@ def secret(name: str) -> str | None:
 def database_url(args: TenancyArgs) -> str:
     """Returns the URL of the keys' database: the file's, the variable or SQLite in the home."""
     configured = args.database_url or os.environ.get(DATABASE_URL)
-    return configured or f"sqlite:///{default_home() / 'loraplex.db'}"
+    return configured or sqlite_uri(default_home() / "loraplex.db")
 
 
 def front_limits() -> IngressArgs:

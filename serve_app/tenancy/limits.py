@@ -101,8 +101,9 @@ class Limits:
         if caller.key_id in self._leases and (lease := self._lease(caller)) is not None:
             now_s = self._clock()
             name = lease.lacking(1.0, now_s, is_away=self._is_away)
-            is_dry = now_s < lease.dry_until_s and not lease.offers_slots
-            if name is not None and (self._is_away or is_dry):
+            if name is None or (lease.offers_slots and not self._is_away):
+                return
+            if self._is_away or lease.is_dry(name, now_s):
                 lease.note_offer(lease.mean_tokens)
                 raise self._refusal(lease, name, 1.0, now_s)
 
@@ -120,7 +121,7 @@ class Limits:
                     await self._answered.wait()
         now_s = self._clock()
         name = lease.lacking(tokens, now_s, is_away=self._is_away)
-        if name is not None and not self._is_away and now_s >= lease.dry_until_s:
+        if name is not None and not self._is_away and not lease.is_dry(name, now_s):
             await self._wait_for_grant(caller.key_id, lease, tokens)
             now_s = self._clock()
             name = lease.lacking(tokens, now_s, is_away=self._is_away)

@@ -131,7 +131,7 @@ class KeyLease:
     """The leases of all limits of a key, from its first request at this ingress on."""
 
     __slots__ = (
-        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_totals", "_unrecorded"),
+        *("_claimed_s", "_dry", "_num_open", "_open_tokens", "_rates", "_totals", "_unrecorded"),
         *("_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
     )
 
@@ -141,6 +141,7 @@ class KeyLease:
         self.mean_tokens = 0.0  # of a request
         self.used_s = now_s
         self._claimed_s = now_s
+        self._dry: frozenset[LimitName] = frozenset()  # those of `dry_until_s`
         self._num_open = 0
         self._open_tokens = 0.0  # that open requests have taken
         self._unrecorded = 0.0  # tokens of ended requests that the manager does not count yet
@@ -199,15 +200,18 @@ class KeyLease:
             limit.offered += _amount(name, tokens)
 
     def lacking(self, tokens: float, now_s: float, *, is_away: bool) -> LimitName | None:
-        """Returns a limit whose lease does not cover a request now; None: it may be taken."""
+        """Returns a limit whose lease does not cover a request now, a dry one rather than one that
+        was not claimed for a while; None: it may be taken."""
         self.used_s = now_s
-        for name, total in self._totals.items():
-            if total.lacks(_amount(name, tokens), is_away):
-                return name
-        for name, rate in self._rates.items():
-            if rate.lacks(_amount(name, tokens), now_s, is_away):
-                return name
-        return None
+        names: list[LimitName] = [
+            *(n for n, one in self._totals.items() if one.lacks(_amount(n, tokens), is_away)),
+            *(n for n, one in self._rates.items() if one.lacks(_amount(n, tokens), now_s, is_away)),
+        ]
+        return next((name for name in names if name in self._dry), next(iter(names), None))
+
+    def is_dry(self, name: LimitName, now_s: float) -> bool:
+        """Returns whether a claim on this limit is useless yet."""
+        return now_s < self.dry_until_s and name in self._dry
 
     def take(self, tokens: float) -> Rates:
         """Returns the rates that it is taken from, for `settle`: others may hold at the end."""
@@ -258,7 +262,7 @@ class KeyLease:
         }
 
     def apply(self, grants: Grants, now_s: float) -> None:
-        dry_s = 0.0
+        dry_s, dry = 0.0, set[LimitName]()
         for name, limit in self._limits():
             if (grant := grants.get(name)) is not None:
                 is_scarce = limit.apply(grant, now_s)
@@ -266,6 +270,8 @@ class KeyLease:
                 self._waits_s[name] = now_s + grant.wait_s
                 if is_scarce or grant.wait_s:
                     dry_s = max(dry_s, grant.wait_s, _DRY_S)
+                    dry.add(name)
+        self._dry = frozenset(dry)
         self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
 
     def refuse(self, name: LimitName, tokens: float, now_s: float) -> tuple[int, float]:

@@ -34,7 +34,7 @@ from serve_app.cli.commands.client import ModelLine, served_models
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.store import open_cache, open_configured
 from serve_app.cli.demo import EXAMPLES
-from serve_app.cli.options import LogFormat
+from serve_app.cli.options import DEFAULT_URL, LogFormat
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.home import API_KEY, ensure_token, prepare
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
@@ -322,7 +322,9 @@ def _print_examples(url: str, served: list[ModelLine], *, has_keys: bool) -> Non
     key = ""
     if has_keys:
         key = f'-H "Authorization: Bearer ${API_KEY}" '
-        console.print(f"[dim]# Requests need a key: loraplex keys create[/]\nexport {API_KEY}=KEY")
+        other = "" if url == DEFAULT_URL else f" --url {url}"
+        console.print(f"[dim]# Requests need a key: loraplex keys create{other}[/]", soft_wrap=True)
+        console.print(f"export {API_KEY}=KEY", highlight=False)
     bases = [line for line in served if line.parent is None]
     adapters = [line for line in served if line.parent is not None]
     adapters.sort(key=lambda line: line.id not in EXAMPLES)  # the demo's go first

@@ -1,0 +1,25 @@
+"""Refusals of wrong values of the command line, which typer converts by pydantic."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("serve x.yaml --timeout abc", "'--timeout': must be a number"),
+        ("serve x.yaml --log-format y", "'--log-format': 'y' is not one of 'text', 'json'."),
+        ("keys create --lowest-priority x", "'--lowest-priority': must be an integer"),
+        ("canary start sql --version 1.5", "'--version': must be an integer"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_our_words(
+    words: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    shown = " ".join(line.strip("│ ") for line in capsys.readouterr().err.splitlines())
+    assert f"Invalid value for {problem} ╰" in shown

@@ -106,6 +106,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
         "platform_view",
         "config",
         "control",
+        "field_problems",
         "home",
         "logs",
         "ray_network",

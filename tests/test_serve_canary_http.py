@@ -263,7 +263,7 @@ def test_an_operator_starts_watches_and_promotes(
     promoted = canary("promote", "tried", "--version", "2").splitlines()
     assert promoted == [
         "tried  the canary is promoted: tried means version 2, by the alias champion",
-        "Another trial: loraplex canary start tried --version N --weight 0.1",
+        f"Another trial: loraplex canary start tried --version N --weight 0.1 --url {rig.url}",
     ]
     eventually(lambda: {ask(client, "tried", user) for user in USERS} == {"None tried@2"})
     aliases = {

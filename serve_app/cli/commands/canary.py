@@ -71,13 +71,13 @@ def promote(
 ) -> None:
     """Make the canary the stable version of NAME."""
     body = None if version is None else {"version": version}
-    _print_end(_change(url, f"{name}/promote", body), "the canary is promoted")
+    _print_end(_change(url, f"{name}/promote", body), "the canary is promoted", url)
 
 
 @app.command()
 def abort(name: Name, url: Url = DEFAULT_URL) -> None:
     """End the canary and the shadow of NAME."""
-    _print_end(_change(url, f"{name}/abort"), "the trial has ended")
+    _print_end(_change(url, f"{name}/abort"), "the trial has ended", url)
 
 
 def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> CanaryStatus:
@@ -86,8 +86,9 @@ def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> Ca
     return call_server(url, "POST", f"/admin/canaries/{path}", CanaryAnswer, body).canary
 
 
-def _print_end(after: CanaryStatus, words: str) -> None:
-    """Prints the meaning of a name whose canary has ended, and the rest of its trial, if any."""
+def _print_end(after: CanaryStatus, words: str, url: str) -> None:
+    """Prints the meaning of a name whose canary has ended, and the rest of its trial, if any.
+    `url`: of the server."""
     name = after.name
     text = Text.assemble((name, "bold"), f"  {words}")
     if after.stable_version is not None:
@@ -97,6 +98,7 @@ def _print_end(after: CanaryStatus, words: str) -> None:
     _print_parts(after)
     if not after.arms:
         start = f"loraplex canary start {name} --version N --weight 0.1"
+        start += "" if url == DEFAULT_URL else f" --url {url}"
         console.print(f"Another trial: {start}", markup=False, soft_wrap=True, highlight=False)
 
 

@@ -59,7 +59,8 @@ def merge(
 def cut(runs: Sequence[Run], height: int) -> tuple[list[int], list[int]]:
     """Cuts runs into tiles of at most `height` rows. Returns the rows and the run of each. It is
     faster than `tiles` where few runs are cut."""
-    rows_of, owners = list[int](), list[int]()
+    rows_of: list[int] = []
+    owners: list[int] = []
     for number, (_, rows) in enumerate(runs):
         while rows > height:
             rows_of.append(height)

@@ -149,7 +149,7 @@ class DeviceSteps:
         few_layers = model.layers_of_each_kind(kv)
         self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static, few_layers)
         sizes = piece_sizes(limits.max_tokens) if has_pieces else ()
-        self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces)
+        self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces, few_layers)
 
     def load_head_products(self) -> None:
         """Computes the product of the head for every number of rows that sample. cuBLAS has many

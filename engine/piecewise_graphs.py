@@ -11,7 +11,7 @@ values that cross attention are in the same three tensors for all sizes.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,12 +60,14 @@ class PiecewiseGraphs:
         pool: AdapterPool,
         # Static, for a number of tokens and with or without LoRA.
         inputs_of: Callable[[int, bool], ForwardInputs],
+        few_layers: Sequence[int],  # as `Model.layers_of_each_kind`
     ) -> None:
         self._sizes = sizes
         self._model = model
         self._kv = kv
         self._pool = pool
         self._inputs_of = inputs_of
+        self._few_layers = few_layers
         self._crossing: _Crossing | None = None
         # One piece before the first layer's attention, one after each.
         self._pieces: dict[GraphKey, tuple[Piece, ...]] = {}
@@ -147,8 +149,8 @@ class PiecewiseGraphs:
 
         layers: Iterable[int] = range(last + 1)
         if few:  # a layer's projections are in the piece of the layer before
-            kinds = model.layers_of_each_kind(kv)
-            layers = sorted({last, *kinds, *(max(0, i - 1) for i in kinds)})
+            befores = (max(0, i - 1) for i in self._few_layers)
+            layers = sorted({last, *self._few_layers, *befores})
         do(begin)
         for i in layers:
             do(partial(go_on, i))

@@ -61,7 +61,7 @@ def test_a_step_has_a_size_that_the_device_computes_well(
 
 def test_large_steps_are_hardly_padded() -> None:
     """The device takes longer than the host for a prompt of so many tokens: padding shows."""
-    pieces = PiecewiseGraphs(SIZES, None, None, None, None)  # type: ignore[arg-type]
+    pieces = PiecewiseGraphs(SIZES, None, None, None, None, ())  # type: ignore[arg-type]
     assert pieces.size_for(100) is None  # nothing is captured
     pieces._pieces = {GraphKey(64, LoraReach.NONE): ()}
     found = {count: pieces.size_for(count) for count in (1, 65, 897, 1024, 1025, 1199, 1200, 1280)}

@@ -48,8 +48,7 @@ class BlockTables:
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns the number of blocks that `grow` allocates."""
-        missing = -(-num_tokens // self.pool.block_size) - len(sequence.block_table)
-        return missing if missing > 0 else 0
+        return max(0, self.pool.blocks_for(num_tokens) - len(sequence.block_table))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too

@@ -14,7 +14,6 @@ import numpy as np
 from engine.step_buffers import PER_DRAW, StepBuffers
 from engine.types import ScheduledSequence, Sequence
 
-_SEED_MASK = 2**64 - 1
 _TOP_K, _CHOICES = PER_DRAW.index("top_k"), PER_DRAW.index("choices")  # integers
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -84,7 +83,7 @@ class DecodeColumns:
         floats = self._draws.view(np.float32)
         floats[:, number] = params.temperature, 0.0, params.top_p, params.min_p, 0.0
         self._draws[_TOP_K, number], self._draws[_CHOICES, number] = params.top_k, sequence.choice
-        self._seeds[number] = np.uint64(sequence.seed & _SEED_MASK).astype(np.int64)
+        self._seeds[number] = sequence.seed
         row = _Row(number, [None] * num_tables, [0] * num_tables)
         self._rows[sequence] = row
         return row

@@ -74,8 +74,6 @@ def kept_draws(item: ScheduledSequence, sample: Sample) -> tuple[Sample, ...]:
     after a token of the draft that equals its own draw. A draw is a function of (seed, choice,
     position) and the tokens before it, hence comparing them is exact at any temperature. A row that
     is not finite ends them; the next step meets it again."""
-    if not sample.after_draft:
-        return (sample,)
     draws = [sample]
     for token_id, draw in zip(item.draft, sample.after_draft, strict=False):
         if draws[-1].token_id != token_id or not draw.is_finite:

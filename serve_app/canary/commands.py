@@ -14,6 +14,7 @@ from registry.entities import AdapterVersion
 from registry.errors import InvalidNameError, NotFoundError
 from registry.names import check_name
 from serve_app.canary.split import CANARY, SHADOW, parse_weight
+from serve_app.canary.status import start_command
 from serve_app.errors import shown
 from serve_app.messages import CanaryChange
 from serve_app.platform_view import RegistryReader
@@ -162,7 +163,7 @@ class CanaryCommand:
 
 
 def _begin(name: str) -> str:
-    return f"`loraplex canary start {name} --version N --weight 0.1` begins a trial"
+    return f"`{start_command(name)}` begins a trial"
 
 
 def _check_share(field: str, share: float | None) -> None:

@@ -52,6 +52,11 @@ class CanaryAnswer:
     canary: CanaryStatus
 
 
+def start_command(name: str) -> str:
+    """Returns the command line that begins a trial."""
+    return f"loraplex canary start {name} --version N --weight 0.1"
+
+
 def status_of(
     split: Split, trial: Trial | None, rolled_back: str | None, rule: CanaryArgs, now_s: float
 ) -> CanaryStatus:

@@ -89,6 +89,8 @@ def _change(url: str, path: str, body: Mapping[str, object] | None = None) -> Ca
 def _print_end(after: CanaryStatus, words: str, url: str) -> None:
     """Prints the meaning of a name whose canary has ended, and the rest of its trial, if any.
     `url`: of the server."""
+    from serve_app.canary.status import start_command
+
     name = after.name
     text = Text.assemble((name, "bold"), f"  {words}")
     if after.stable_version is not None:
@@ -97,9 +99,13 @@ def _print_end(after: CanaryStatus, words: str, url: str) -> None:
     console.print(text, soft_wrap=True)
     _print_parts(after)
     if not after.arms:
-        start = f"loraplex canary start {name} --version N --weight 0.1"
-        start += "" if url == DEFAULT_URL else f" --url {url}"
-        console.print(f"Another trial: {start}", markup=False, soft_wrap=True, highlight=False)
+        other = "" if url == DEFAULT_URL else f" --url {url}"
+        console.print(
+            f"Another trial: {start_command(name)}{other}",
+            markup=False,
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _print(canary: CanaryStatus) -> None:

@@ -67,7 +67,7 @@ def prompt_budget(
         num_rows = max(num_decoding, min(num_sequences, config.max_num_seqs))
         limit_s = config.max_decode_slowdown * cost.decode_s(num_rows)
         queued_s = queued_tokens * token_s
-        limit_s = max(limit_s, min(1.0, queued_s / _QUEUE_S) * _EFFICIENT * cost.decode_s(1))
+        limit_s = max(limit_s, min(1.0, queued_s / _QUEUE_S) * _EFFICIENT * cost.weights_s)
         limit_s *= max(1.0, queued_s / _PATIENCE_S)
         room_s = limit_s - cost.decode_s(num_decoding)
         # The first prompt tokens beside few sequences look free: the device waits for the weights.

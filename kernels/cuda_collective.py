@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 128 * 1024  # of two ranks; of more, every rank reads as many times as much
 _TYPES = (torch.bfloat16, torch.float32)  # of torch's kernels
 _RELEASE_S = 2.0
+_GAVE_UP = "gave-up"  # a key of the ranks' rendezvous
+_KEY_POLL_S = 1e-3
 _C10D: Any = distributed  # torch's stubs lack the following names
 
 
@@ -91,14 +93,15 @@ class SymmetricMemory:
     def __init__(
         self,
         nccl: Nccl,
-        store: Any,
+        store: NumberedStore,
         max_bytes: int,
         row_bytes: int = 0,
         one_shot_bytes: int | None = None,
     ) -> None:
         """`max_bytes`: of a sum in shared memory. `row_bytes`: of the rows that kernels exchange by
         themselves. `one_shot_bytes`: up to which a sum takes one shot; None: the usual size. Raises
-        RuntimeError."""
+        RuntimeError. It makes no exchange, as another rank may raise, too; no rank may send a row
+        before all have made theirs."""
         self.rank = nccl.rank
         self.size = nccl.size
         self._nccl = nccl
@@ -110,11 +113,10 @@ class SymmetricMemory:
         shared = private._SymmetricMemory
         # The operations find the group by its name in this process, which may open several.
         if self.rank == 0:
-            store.set("name", f"loraplex-{uuid.uuid4()}")
+            store.set("name", f"loraplex-{uuid.uuid4()}".encode())
         self._name = store.get("name").decode()
-        # torch calls the store's methods in Python, so it has to stay.
-        self._store = own_store = NumberedStore(_C10D.PrefixStore("symmetric", store))
-        group = self._group = _C10D.ProcessGroup(own_store, self.rank, self.size)
+        self._store = store  # torch calls its methods in Python, so it has to stay
+        group = self._group = _C10D.ProcessGroup(store, self.rank, self.size)
         kind = _C10D.ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
         group._register_backend(nccl.device, kind, nccl.backend)
@@ -130,8 +132,6 @@ class SymmetricMemory:
         self._row_memory = [self._memory_from(start) for start in (sums, sums + rows)]
         self._rows = self._buffer[sums:].view(torch.int8)
         self._rows.fill_(MISSING)
-        nccl.all_reduce(torch.zeros(1, device=nccl.device))  # before any rank sends a row
-        torch.cuda.synchronize(nccl.device)
         self._beside = torch.cuda.Stream(nccl.device)  # type: ignore[no-untyped-call]
 
     def _memory_from(self, start: int) -> RowMemory:
@@ -193,7 +193,8 @@ class SymmetricMemory:
 
 class NumberedStore(_C10D.Store):  # type: ignore[misc]
     """A store for one rendezvous: torch numbers all those of a process, and a rank whose process
-    had another group before would wait for keys that no other rank writes."""
+    had another group before would wait for keys that no other rank writes. Of a rank that gives up,
+    the others learn while they wait for its keys."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -208,8 +209,19 @@ class NumberedStore(_C10D.Store):  # type: ignore[misc]
         return found
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError if a rank gives up, or after the time."""
         own = [self._own(key) for key in keys]
-        self._store.wait(own) if timeout is None else self._store.wait(own, timeout)
+        limit_s = (self._store.timeout if timeout is None else timeout).total_seconds()
+        ends_s = time.monotonic() + limit_s
+        while not self._store.check(own):
+            if self._store.check([_GAVE_UP]):
+                raise RuntimeError("another rank gave up")
+            if time.monotonic() > ends_s:
+                raise RuntimeError(f"no other rank wrote {own} within {limit_s:.0f} s")
+            time.sleep(_KEY_POLL_S)
+
+    def give_up(self) -> None:
+        self._store.set(_GAVE_UP, b"")
 
     def _own(self, key: str) -> str:
         """Replaces the number in CUDASymmetricMemory/NUMBER/RANK by that of this store."""
@@ -246,11 +258,13 @@ def open_exchange(
         logger.info("exchanges of %d ranks by NCCL: the devices are no peers", size)
         return nccl
     shared: SymmetricMemory | None = None
+    own_store = NumberedStore(_C10D.PrefixStore("symmetric", store))
     try:
-        shared = SymmetricMemory(nccl, store, max_bytes, row_bytes)
+        shared = SymmetricMemory(nccl, own_store, max_bytes, row_bytes)
     except (RuntimeError, AttributeError, TypeError) as error:
         logger.warning("rank %d has no memory that devices share: %s", rank, str(error)[:500])
-    # All ranks or none.
+        own_store.give_up()  # at once: NCCL ends a rank that waits in the sum below for a minute
+    # All ranks or none. The sum also keeps rows back until every rank's memory is filled.
     have = nccl.all_reduce(torch.tensor([float(shared is not None)], device=device))
     if shared is None or have.item() < size:
         logger.warning("exchanges of %d ranks by NCCL: slower for small steps", size)

@@ -30,6 +30,7 @@ from engine.resolved import resolve_device
 from engine.runner import ModelRunner
 from engine.step_draws import Drawn
 from engine.types import Request, Sample, SamplingParams, adapter_key
+from kernels.collective import TIMEOUT_S
 from kernels.rendezvous import meet
 from lora.adapter_key import WeightedAdapter
 from tests.engine_helpers import (
@@ -412,27 +413,52 @@ def test_a_rank_that_hangs_before_it_begins_is_no_endless_wait(
     assert _children() == before
 
 
-@pytest.mark.parametrize(
-    ("method", "what", "words"),
-    [
-        ("meet", "os._exit(3)", "rank 1 of 2 died with exit code 3"),
-        ("capture", "os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 of 2 hangs for"),
-    ],
-)
-def test_a_rank_that_is_lost_during_the_start_is_named(
-    base: Path, monkeypatch: pytest.MonkeyPatch, method: str, what: str, words: str
+def test_a_rank_that_hangs_during_the_start_is_named(
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = f"Rank.{method} = lambda self, _: {what}"
+    broken = "Rank.capture = lambda self, _: os.kill(os.getpid(), signal.SIGSTOP)"
     main = follower_main(f"import os, signal; from engine.rank import Rank; {broken}")
     monkeypatch.setattr("engine.parallel.group._MAIN", main)
-    if method == "meet":
-        monkeypatch.setattr("engine.rank.meet", partial(meet, timeout_s=3.0))
-    else:
-        monkeypatch.setattr("engine.parallel.group._START_SILENCE_S", 3.0)
+    monkeypatch.setattr("engine.parallel.group._START_SILENCE_S", 3.0)
     before = _children()
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match="rank 1 of 2 hangs for"):
         make_runner(base, tensor_parallel_size=2, num_threads=1)
     assert _children() == before
+
+
+def test_a_rank_that_is_lost_while_ranks_meet_is_named_before_the_others_give_up(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = follower_main(
+        "import os; from engine.rank import Rank; Rank.meet = lambda *_: os._exit(3)"
+    )
+    monkeypatch.setattr("engine.parallel.group._MAIN", main)
+    has_ended, gave_up = threading.Event(), threading.Event()
+
+    def wait_in_vain(*_: object) -> None:
+        has_ended.wait(TIMEOUT_S)
+        gave_up.set()
+        raise RuntimeError("no rank came")
+
+    monkeypatch.setattr("engine.rank.meet", wait_in_vain)
+    before = _children()
+    with pytest.raises(EngineError, match="rank 1 of 2 died with exit code 3"):
+        make_runner(base, tensor_parallel_size=2, num_threads=1)
+    assert not gave_up.is_set()
+    has_ended.set()
+    assert _children() == before
+
+
+def test_ranks_that_are_there_and_cannot_meet_give_the_reason(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = follower_main(
+        "import time; from engine.rank import Rank; Rank.meet = lambda *_: time.sleep(600)"
+    )
+    monkeypatch.setattr("engine.parallel.group._MAIN", main)
+    monkeypatch.setattr("engine.rank.meet", partial(meet, timeout_s=1.0))
+    with pytest.raises(EngineDeadError, match="2 ranks could not meet: "):
+        make_runner(base, tensor_parallel_size=2, num_threads=1)
 
 
 _LATE_MAIN = follower_main(

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,9 +127,16 @@ class Group:
         self._await_all("read its weights")
         self._watcher.start()
         self.send({"do": "meet"})  # only now: a rank waits for the others in vain after a minute
+        # In a thread: nothing else leaves a rank's wait for one that is gone before that minute.
+        joined: Future[Collective] = Future()
+        threading.Thread(
+            target=_settle, args=(joined, join, self._store), name="meet-ranks", daemon=True
+        ).start()
+        while not wait([joined], BEAT_S).done:
+            self.check()
         try:
-            self._ranks = join(self._store)
-        except Exception as error:  # after a minute, whatever became of the others
+            self._ranks = joined.result()
+        except Exception as error:
             reason = self._cause() or f"{self.size} ranks could not meet: {error}"
             raise self._fail(reason) from error
         return self._ranks
@@ -324,6 +332,13 @@ class Group:
                 self._last_resort.start()
         # Not in this thread: the libraries may wait for the device, too.
         threading.Thread(target=self._ranks.abort, name="abort-exchanges", daemon=True).start()
+
+
+def _settle(joined: Future[Collective], join: Callable[[Path], Collective], store: Path) -> None:
+    try:
+        joined.set_result(join(store))
+    except BaseException as error:
+        joined.set_exception(error)
 
 
 def _start(rank: int) -> _Follower:

@@ -235,8 +235,8 @@ class ModelRunner:
     def _check_kv_rounding(self, config: EngineConfig) -> None:
         if config.kv_cache_dtype == "auto":
             return
-        message = {"do": "compare"}
-        with self.group.together(message) if self.group is not None else nullcontext():
+        what, group = "compare the types of KV", self.group
+        with group.start_together({"do": "compare"}, what) if group is not None else nullcontext():
             change = self._rank.compare_kv(self.adapters)
         check_kv_rounding(change, self.dtype)
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from engine.checks.kv_rounding import KVChange, measure_kv_rounding
 from engine.config import EngineConfig
 from engine.core import Engine
-from engine.errors import EngineDeadError, UnsupportedModelError
+from engine.errors import EngineError, EngineMemoryError, UnsupportedModelError
 from engine.rank import Rank
 from engine.resolved import resolve_kv_dtype
 from engine.runner import ModelRunner
@@ -199,18 +199,44 @@ def test_two_ranks_are_compared_as_one(base: Path, caplog: pytest.LogCaptureFixt
     assert tokens[0] == tokens[1]
 
 
+def _without_memory(*_: object) -> KVChange:
+    raise EngineMemoryError("no memory is left, change kv_cache_dtype")
+
+
+_NO_MEMORY_MAIN = follower_main(
+    "import engine.rank; from tests.test_engine_kv_e4m3 import _without_memory; "
+    "engine.rank.measure_kv_rounding = _without_memory"
+)
 _DYING_MAIN = follower_main(
     "import os; from engine.rank import Rank; Rank.compare_kv = lambda self, pool: os._exit(3)"
 )
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_the_base_is_compared_is_named(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (_DYING_MAIN, "rank 1 of 2 died with exit code 3 before it could compare the types of KV"),
+        (_NO_MEMORY_MAIN, "rank 1 of 2 could not compare the types of KV: EngineMemoryError: no m"),
+    ],
+    ids=["dead", "no memory"],
+)
+def test_a_rank_that_cannot_compare_the_base_gives_its_reason(
+    base: Path, monkeypatch: pytest.MonkeyPatch, main: str, words: str
 ) -> None:
-    monkeypatch.setattr("engine.parallel.group._MAIN", _DYING_MAIN)
-    with pytest.raises(EngineDeadError, match="rank 1 of 2 died with exit code 3"):
+    monkeypatch.setattr("engine.parallel.group._MAIN", main)
+    with pytest.raises(EngineError, match=words):
         make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_memory_for_the_comparison_names_the_setting(
+    base: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("engine.rank.measure_kv_rounding", _without_memory)
+    with pytest.raises(EngineMemoryError, match=r"^no memory is left, change kv_cache_dtype$"):
+        make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=size)
 
 
 def test_an_overflow_shows() -> None:

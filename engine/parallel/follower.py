@@ -135,6 +135,7 @@ def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegm
     if config.kv_cache_dtype != "auto":
         link.receive()  # the first rank compares, too, and judges
         rank.compare_kv(pool)
+        link.send({})
     if rank.is_cuda:
         # The first rank has compiled the kernels.
         link.send({"use": asdict(rank.measure(pool, rank.prepare_kernels()))})

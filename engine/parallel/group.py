@@ -141,6 +141,22 @@ class Group:
             raise self._fail(reason) from error
         return self._ranks
 
+    @contextmanager
+    def start_together(self, message: Mapping[str, object], what: str) -> Iterator[None]:
+        """Has the other ranks do a part of the start while the caller does the same, with exchanges
+        in between. Raises EngineError with the reason of a rank that cannot. An error of the caller
+        stays what it is: it closes the group."""
+        self.send(message)
+        try:
+            yield
+        except EngineError:
+            raise
+        except Exception:
+            if self._cause(_NOTICE_S) is not None or self._death is not None:
+                self._await_all(what)  # the exchange failed because another rank did
+            raise
+        self._await_all(what)
+
     def receive_uses(self) -> list[DeviceUse]:
         """Returns the memory that every other rank measures, without an exchange."""
         return [DeviceUse(**answer["use"]) for answer in self._await_all("measure")]

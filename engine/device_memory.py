@@ -14,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, EngineMemoryError, UnsupportedModelError
-from engine.host_memory import total_bytes
+from engine.host_memory import available_bytes, total_bytes
 from engine.memory_plan import (
     GIB,
     check_asked,
@@ -82,7 +82,9 @@ def explain_out_of_memory(what: str, settings: Sequence[str]) -> Iterator[None]:
     useful first."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise EngineMemoryError(_explanation(what, settings, error)) from error
 
 
@@ -157,11 +159,13 @@ def outside_bytes(device: torch.device) -> int:
     return int(total - free - torch.cuda.memory_reserved(device))
 
 
-def _explanation(what: str, settings: Sequence[str], error: torch.OutOfMemoryError) -> str:
-    free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    rows = (("device", total), ("held by this engine", held), ("free", free))
+def _explanation(what: str, settings: Sequence[str], error: Exception) -> str:
+    rows = [("free on the host", available_bytes())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        rows = [("device", total), ("held by this engine", held), ("free", free), *rows]
     table = "\n".join(f"  {name:<20}{size / GIB:>10.3f} GiB" for name, size in rows)
     # Torch's first sentences give the requested size; the others describe its allocator.
     asked = ". ".join(str(error).split(". ")[:2])
-    return f"out of device memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"
+    return f"out of memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"

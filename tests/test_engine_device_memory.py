@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -67,6 +68,34 @@ def test_other_errors_pass() -> None:
         raise ValueError("of its own")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_libraries_that_find_no_memory_are_explained_as_torch_is(words: str) -> None:
+    with (
+        pytest.raises(EngineMemoryError, match=r"^out of memory while comparing") as caught,
+        explain_out_of_memory("comparing the types of KV", ("kv_cache_dtype", "the device")),
+    ):
+        raise RuntimeError(words)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("change kv_cache_dtype, the device")
+
+
+def test_no_memory_of_the_host_is_explained() -> None:
+    settings = ("adapter_pool_bytes",)
+    with (
+        pytest.raises(EngineMemoryError, match="can't allocate memory") as caught,
+        explain_out_of_memory("making the adapter pool", settings),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    found = str(caught.value)
+    assert re.search(r"free on the host +\d+\.\d{3} GiB\nchange adapter_pool_bytes$", found)
+
+
 @pytest.mark.gpu
 @needs_cuda
 def test_out_of_memory_says_what_was_tried_what_there_is_and_what_to_change() -> None:
@@ -77,7 +106,7 @@ def test_out_of_memory_says_what_was_tried_what_there_is_and_what_to_change() ->
     ):
         torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
     words = str(caught.value)
-    assert "out of device memory while making the adapter pool: CUDA out of memory" in words
+    assert "out of memory while making the adapter pool: CUDA out of memory" in words
     assert "32768.00 GiB" in words
     total = torch.cuda.mem_get_info()[1]
     assert f"{total / GIB:.3f} GiB" in words

@@ -40,15 +40,16 @@ class DecodeColumns:
     def update(self, parts: tuple[ScheduledSequence, ...], block_size: int) -> tuple[Ints, int]:
         """Brings the rows of the parts' sequences up to date. Returns their numbers, and the most
         entries of a table. Sequences without a part are forgotten."""
-        rows, numbers, most = self._rows, list[int](), 0
-        last = len(self.tables) - 1
+        rows, last, most = self._rows, len(self.tables) - 1, 0
+        numbers: list[int] = []
         for sequence, _, end, _, _ in parts:
             row = rows.get(sequence)
             if row is None:
                 row = self._add(sequence, parts)
             numbers.append(row.number)
             stop = -(-end // block_size)
-            most = max(most, stop)
+            if stop > most:
+                most = stop
             if row.counts[0] < stop or row.tables[0] is not sequence.block_table:
                 self._extend(row, 0, sequence.block_table, stop)
             if last:
@@ -64,8 +65,8 @@ class DecodeColumns:
         """Writes the parameters of draws of the sequences with these row numbers, without the
         positions."""
         count = len(numbers)
-        buffers.host_draws()[:-1, :count] = self._draws[:, numbers]
-        buffers.host_longs("seeds")[:count] = self._seeds[numbers]
+        buffers.host_draws()[:-1, :count] = self._draws.take(numbers, axis=1)
+        buffers.host_longs("seeds")[:count] = self._seeds.take(numbers)
 
     def _extend(self, row: _Row, index: int, table: list[int], stop: int) -> None:
         if row.tables[index] is not table:

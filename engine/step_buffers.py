@@ -82,10 +82,10 @@ class StepBuffers:
         self._hosts = [
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
-        # The fields of each: made once, not for each use.
+        # The words and the fields of each: made once, not for each use.
+        self._words: list[Words] = [one.numpy() for one in self._hosts]
         self._views = [
-            {name: one.numpy()[place] for name, place in self._fields.items()}
-            for one in self._hosts
+            {name: words[place] for name, place in self._fields.items()} for words in self._words
         ]
         self.turn = 0  # the host buffer that is written
         # The views of recent sends, by the host buffer and the size: steps of the same sequences
@@ -115,16 +115,15 @@ class StepBuffers:
         """Returns [fields of a draw, draws], in the order of `PER_DRAW`."""
         start, stop = self._fields[PER_DRAW[0]].start, self._fields[PER_DRAW[-1]].start
         stride = (stop - start) // (len(PER_DRAW) - 1)
-        words: Words = self._hosts[self.turn].numpy()[start : stop + stride]
-        return words.reshape(len(PER_DRAW), stride)
+        return self._words[self.turn][start : stop + stride].reshape(len(PER_DRAW), stride)
 
     def host_tables(
         self, num_rows: int, width: int, table: int = 0
     ) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Returns [num_rows, width], to be written whole."""
         size = num_rows * width
-        flat = self._hosts[self.turn].numpy()[self._tables_start + table * size :]
-        return flat[:size].reshape(num_rows, width)
+        start = self._tables_start + table * size
+        return self._words[self.turn][start : start + size].reshape(num_rows, width)
 
     def device(self, name: str) -> torch.Tensor:
         return self._device[self._fields[name]]
@@ -146,8 +145,7 @@ class StepBuffers:
 
     def words(self, num_rows: int, width: int, *, with_head: bool = False) -> Words:
         """Returns the part of the host's buffer that `send` copies."""
-        words: Words = self._hosts[self.turn].numpy()[self._span(num_rows, width, with_head)]
-        return words
+        return self._words[self.turn][self._span(num_rows, width, with_head)]
 
     def send(self, num_rows: int, width: int, *, with_head: bool = False) -> None:
         """Sends everything up to the end of the packed tables, then the tables to their rows."""

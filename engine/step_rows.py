@@ -8,7 +8,6 @@ columns of `engine.decode_columns`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,68 +50,58 @@ def write_decodes(
             newest.append(0)
     count = len(newest)
     token_ids[:count] = newest
-    rows = _decode_rows(parts, max_queries)
-    positions = rows.positions
+    numbers, width = columns.update(parts, block_size)
+    queries, ends = [part.end - part.start for part in parts], [part.end for part in parts]
+    if max(queries) > max_queries:
+        owners, queries, ends = _pieces(queries, ends, max_queries)
+        numbers = numbers[owners]
+    num_sequences = len(numbers)
+    total = num_sequences + num_rows - count
+    query_start, kv_lens = host("query_start")[: total + 1], host("kv_lens")[:total]
+    kv_lens[:num_sequences], kv_lens[num_sequences:] = ends, 0
+    queries_of = np.ones(total, dtype=np.int32)
+    queries_of[:num_sequences] = queries
+    query_start[0] = 0
+    np.cumsum(queries_of, out=query_start[1:])
+    # The last row of a sequence sees all its keys, each other one a key less than the next.
+    behind = kv_lens - query_start[1:]
+    rows = np.repeat(np.arange(num_sequences), queries_of[:num_sequences])
+    positions, numbers_of_rows = np.arange(count, dtype=np.int32), numbers[rows]
+    positions += behind[rows]
     host("positions")[:count] = positions
-    blocks, offsets = np.divmod(positions, block_size)
-    (numbers, width), num_sequences = columns.update(parts, block_size), len(rows.kv_lens)
-    numbers_of_rows = numbers[rows.owners]
+    blocks = positions // block_size
     for index, name in enumerate(SLOTS[: buffers.num_tables]):
         table = columns.tables[index]
-        own = buffers.host_tables(num_sequences, width, index)
-        own[:] = table[numbers[rows.sequence_owners], :width]
+        buffers.host_tables(num_sequences, width, index)[:] = table[numbers, :width]
         slots = host(name)
-        slots[:count] = table[numbers_of_rows, blocks] * block_size + offsets
+        slots[:count] = (table[numbers_of_rows, blocks] - blocks) * block_size + positions
         slots[count:num_rows] = -1
     token_ids[count:num_rows] = host("positions")[count:num_rows] = 0
     columns.write_draws(buffers, numbers_of_rows)
     np.add(positions, 1, out=host("draw_positions")[:count])
     buffers.host_floats("temperature")[count:num_rows] = 0.0  # of padding, which is discarded
-    total = num_sequences + num_rows - count
-    query_start, kv_lens = host("query_start")[: total + 1], host("kv_lens")[:total]
-    queries = np.ones(total, dtype=np.int32)
-    queries[:num_sequences] = rows.queries
-    query_start[0] = 0
-    np.cumsum(queries, out=query_start[1:])
-    kv_lens[:num_sequences] = rows.kv_lens
-    kv_lens[num_sequences:] = 0
-    work = write_decode_work(host("attention"), kv_lens, heads, queries)
+    work = write_decode_work(host("attention"), kv_lens, heads, queries_of)
     return num_sequences, width, work
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeRows:
-    owners: Ints  # [R] the part of each row
-    positions: Ints  # [R]
-    sequence_owners: Ints  # [S] the part of each sequence of attention
-    queries: Ints  # [S] rows of each
-    kv_lens: Ints  # [S] the keys that the last row sees
-
-
-def _decode_rows(parts: Parts, max_queries: int) -> _DecodeRows:
-    starts = np.array([part.start for part in parts], dtype=np.int32)
-    own = np.arange(len(parts), dtype=np.int32)
-    rows_of = [part.end - part.start for part in parts]
-    counts, most = np.array(rows_of, dtype=np.int32), max(rows_of)
-    if most == 1:
-        return _DecodeRows(own, starts, own, counts, starts + 1)
-    owners, offsets = _spread(own, counts)
-    positions = starts[owners] + offsets
-    if most <= max_queries:
-        return _DecodeRows(owners, positions, own, counts, starts + counts)
-    pieces = -(-counts // max_queries)
-    sequence_owners, number = _spread(own, pieces)
-    first = number * max_queries
-    queries = np.minimum(counts[sequence_owners] - first, max_queries)
-    kv_lens = starts[sequence_owners] + first + queries
-    return _DecodeRows(owners, positions, sequence_owners, queries, kv_lens)
-
-
-def _spread(values: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Repeats each value, and returns the number of each repetition."""
-    found = np.repeat(values, counts)
-    first = np.cumsum(counts, dtype=np.int32) - counts
-    return found, np.arange(len(found), dtype=np.int32) - first[found]
+def _pieces(
+    rows: list[int], ends: list[int], max_queries: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Cuts parts with so many rows, which end there, into sequences of attention. Returns the
+    number of the part, the rows, and the keys that the last row sees, of each."""
+    owners: list[int] = []
+    queries: list[int] = []
+    kv_lens: list[int] = []
+    for number, (left, end) in enumerate(zip(rows, ends, strict=True)):
+        while left > max_queries:
+            left -= max_queries
+            owners.append(number)
+            queries.append(max_queries)
+            kv_lens.append(end - left)
+        owners.append(number)
+        queries.append(left)
+        kv_lens.append(end)
+    return owners, queries, kv_lens
 
 
 def write_tokens(

@@ -65,7 +65,7 @@ class StepLimits:
 def is_decode(batch: ScheduledBatch) -> bool:
     """Returns True if every sequence computes its newest token, perhaps with a draft, and
     samples."""
-    return all(part.samples and part.known_end - part.start == 1 for part in batch.sequences)
+    return batch.num_decoding == len(batch.sequences)
 
 
 def max_words(limits: StepLimits) -> int:
@@ -172,8 +172,7 @@ class StepInputs:
         num_sequences, width, work = step_rows.write_decodes(
             *written, limits.block_size, limits.heads, limits.max_queries
         )
-        runs, weights = self._lora_runs(adapter_runs(parts), size - count)
-        kinds = self.site_kinds(parts)
+        runs, weights, kinds = self._lora_runs(adapter_runs(parts), size - count)
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
             self._write_decode_plan(runs, weights, kinds)
@@ -241,7 +240,7 @@ class StepInputs:
         step_rows.write_sampling(buffers, sampling)
         rows = logit_rows(parts, query_start)
         self._buffers.host("logit_rows")[: len(rows)] = rows
-        runs, weights = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
+        runs, weights, _ = self._lora_runs(adapter_runs(parts), num_tokens - batch.num_tokens)
         lora = None
         reach = reach_of(runs, kinds)
         if reach is not LoraReach.NONE:
@@ -312,7 +311,7 @@ class StepInputs:
         if _HEAD not in self.site_kinds(sampling):
             return None
         keys = ((adapter_at(part.sequence.request, part.end - 1), 1) for part in sampling)
-        runs, weights = self._lora_runs(keys, 0)
+        runs, weights, _ = self._lora_runs(keys, 0)
         return write_lora_plan(
             self._buffers.host("head"),
             runs,
@@ -371,17 +370,14 @@ class StepInputs:
 
     def _lora_runs(
         self, keys: Iterable[tuple[str | None, int]], num_padding: int
-    ) -> tuple[PageRuns, Weights]:
-        """Returns the runs of the plan. `keys`: the adapter key and the rows of each, in order."""
-        runs: PageRuns = []
-        weights: list[tuple[float, ...]] = []
-        is_weighted = False
-        for key, num_rows in keys:
-            found = _NO_PAGES if key is None else self._pool.page_list(key)
-            runs.append((found.pages, num_rows))
-            weights.append(found.weights)
-            is_weighted |= found.is_weighted
+    ) -> tuple[PageRuns, Weights, frozenset[str]]:
+        """Returns the runs of the plan, and the kinds of sites of their adapters. `keys`: the
+        adapter key and the rows of each, in order."""
+        find = self._pool.page_list
+        found = [(find(key) if key is not None else _NO_PAGES, count) for key, count in keys]
         if num_padding:
-            runs.append(((), num_padding))
-            weights.append(())
-        return runs, weights if is_weighted else None
+            found.append((_NO_PAGES, num_padding))
+        runs = [(pages.pages, count) for pages, count in found]
+        is_weighted = any([pages.is_weighted for pages, _ in found])
+        weights = [pages.weights for pages, _ in found] if is_weighted else None
+        return runs, weights, frozenset().union(*{pages.site_kinds for pages, _ in found})

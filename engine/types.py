@@ -31,7 +31,6 @@ NO_MEMORY = "the device has no memory for a step of this request"
 OUTPUT_TOKEN = 2.0
 PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
 
-
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 # Drafts: none, as long as they match, or only where they are expected to save time.
 SpeculationMode = Literal["off", "suffix", "auto"]
@@ -245,10 +244,14 @@ class Sequence:
     engine_s: float = 0.0  # share of the time of steps; 0 again once reported
     output_weight: float = 0.0  # of a row with one token in the shares of a step
     num_prompt_tokens: int = field(init=False)
+    draws_plainly: bool = field(init=False)  # without changed logits and log-probabilities
 
     def __post_init__(self) -> None:
         self.output_weight = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * self.request.adapter_rank)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        params = self.request.params
+        is_changed = params.grammar or params.logit_bias or params.min_tokens
+        self.draws_plainly = not (is_changed or params.has_penalties or params.logprobs is not None)
 
     @property
     def num_output_tokens(self) -> int:
@@ -305,17 +308,17 @@ class ScheduledBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum([s.end - s.start for s in self.sequences])
+        return sum([end - start for _, start, end, _, _ in self.sequences])
 
-    @property
+    @cached_property
     def num_decoding(self) -> int:
         """The number of sequences that compute one token, beside a draft, and sample the next."""
-        lengths = [(s.end - s.start, len(s.draft)) for s in self.sequences if s.samples]
-        return sum([length == 1 or length - drafted == 1 for length, drafted in lengths])
+        parts = self.sequences
+        return [end - start - len(draft) for _, start, end, draws, draft in parts if draws].count(1)
 
-    @property
+    @cached_property
     def num_draft_tokens(self) -> int:
-        return sum([len(s.draft) for s in self.sequences])
+        return sum([len(draft) for _, _, _, _, draft in self.sequences])
 
     @cached_property
     def rows(self) -> tuple[ScheduledSequence, ...]:

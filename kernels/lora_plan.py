@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels import lora_runs
-from kernels.lora_runs import Pages, Run, cut, merge, spread
+from kernels.lora_runs import Pages, Run, cut, merge
 
 if TYPE_CHECKING:  # processes without an engine read the limits: torch takes them four seconds
     import torch
@@ -172,24 +172,25 @@ def _write_small(
     both kinds. The device waits for it where sequences have drafts."""
     rows_of, owners_of = cut(runs, SMALL_ROWS)
     rows = np.array(rows_of, dtype=np.int32)
-    fields, owners, index, pages = listed.fields, listed.owners, listed.index, listed.flat
-    if len(rows) > len(runs):  # some runs have several tiles
-        fields = fields[:, owners_of]
-        owners, index = spread(fields[0])
-        at = fields[1][owners] + index
-        pages = pages[at]
-        factors = factors if isinstance(factors, int) else factors[at]
-    count, num_units = len(rows), len(pages)
+    offsets = listed.fields[1]
+    if len(rows) > len(runs):  # some runs have several tiles, each of which lists their pages
+        listed = Pages.of(tuple([tuple(runs[owner][0]) for owner in owners_of]))
+        offsets = offsets[owners_of]
+        if not isinstance(factors, int):
+            factors = factors[offsets[listed.owners] + listed.index]
+    fields, owners = listed.fields, listed.owners
+    count, num_units = len(rows), len(owners)
     _check_room(layout, count, num_units, 0)
     starts = np.cumsum(rows, dtype=np.int32) - rows
     small_start, unit_start, *_ = layout.starts
     small = out[small_start : small_start + count * TILE_FIELDS].reshape(count, TILE_FIELDS)
     small[:, 0] = small[:, 5] = starts
-    small[:, 1], small[:, 2:5] = rows, fields.T
+    small[:, 1], small[:, 2], small[:, 3], small[:, 4] = rows, fields[0], offsets, fields[2]
     units = out[unit_start : unit_start + num_units * UNIT_FIELDS].reshape(num_units, UNIT_FIELDS)
     units[:, 0] = units[:, 4] = starts[owners]
-    units[:, 1], units[:, 2], units[:, 3], units[:, 5] = rows[owners], pages, index, factors
-    return count, num_units, 0, int(rows.sum()), 0
+    units[:, 1], units[:, 2], units[:, 3] = rows[owners], listed.flat, listed.index
+    units[:, 5] = factors
+    return count, num_units, 0, sum(rows_of), 0
 
 
 def _write_both(

@@ -19,7 +19,8 @@ Run = tuple[Sequence[int], int]  # pages of the adapter, () for the base; rows
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages of the runs of a step. Steps of the same sequences share them."""
+    """The pages of the runs of a step, or of its tiles. Steps of the same sequences share them,
+    also where no more than the padding is cut."""
 
     flat: NDArray[np.int32]  # of all runs
     fields: Longs  # [3, R]: pages of each run, their offset in `flat`, the first page

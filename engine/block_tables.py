@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.blocks import BlockPool
 from engine.prefix_digests import chunk_size, extend_digests
-from engine.types import ScheduledSequence, Sequence
+from engine.types import Sequence
 
 
 def needs_prompt_logprobs(sequence: Sequence) -> bool:
@@ -53,19 +53,19 @@ class BlockTables:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates blocks for the first `num_tokens`. Returns False, with nothing changed, if too
         few are free."""
-        missing = self.num_missing(sequence, num_tokens)
-        if not missing:
+        if num_tokens <= len(sequence.block_table) * self.pool.block_size:
             return True
+        missing = self.num_missing(sequence, num_tokens)
         if missing > self.pool.num_free:
             return False
         sequence.block_table += self.pool.allocate(missing)
         return True
 
-    def commit(self, item: ScheduledSequence) -> None:
-        """Makes the blocks that this step filled available to other sequences."""
+    def commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """Makes the blocks that a step filled with these positions available to other
+        sequences."""
         if not self.pool.can_share:
             return
-        sequence, start, end, _, _ = item
         size = self.pool.block_size
         if start // size == end // size:
             return

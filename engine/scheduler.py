@@ -161,7 +161,7 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> None:
         """Records the tokens of a step. The device may wait for it: outputs are made later."""
         for item, sample in zip(batch.sequences, samples, strict=True):
-            if _is_running(item.sequence):
+            if item.sequence.block_table:  # it runs
                 self._commit_one(item, sample)
 
     def fail(self, batch: ScheduledBatch, error: str) -> None:
@@ -205,19 +205,18 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
             index += 1
-            if awaits_last(sequence, self._max_model_len):
+            if sequence.num_tokens_in_flight and awaits_last(sequence, self._max_model_len):
                 continue
             start = sequence.num_scheduled_tokens
-            # One token is left for each younger sequence: an old prompt that was admitted late,
-            # for lack of room for its adapter, must not stall decoding sequences.
-            num_younger = len(self._running) - index
-            num_left = sequence.num_tokens - start
-            count = 1 if num_left == 1 else min(num_left, max(1, budget - num_younger))
+            num_left = count = len(sequence.token_ids) + sequence.num_tokens_in_flight - start
             assert count > 0
             if num_left > 1:
+                # One token is left for each younger sequence: an old prompt that was admitted late,
+                # for lack of room for its adapter, must not stall decoding sequences.
+                num_younger = len(self._running) - index
                 if prompts is None:
                     prompts = self._prompt_budget(self._num_decoding(), self._queued_tokens())
-                count = min(count, prompts)
+                count = min(num_left, max(1, budget - num_younger), prompts)
                 prompts -= count
                 if not count:
                     continue  # older prompts have all of them
@@ -325,7 +324,7 @@ class Scheduler:
         if draft:  # its blocks are committed with the tokens that are kept
             end -= len(draft)
         else:
-            self._tables.commit(item)
+            self._tables.commit(sequence, start, end)
         sequence.num_computed_tokens = end
         if end >= sequence.num_prompt_tokens:
             self._groups[sequence.request.request_id].is_prompt_computed = True
@@ -369,7 +368,7 @@ class Scheduler:
         again, and so is that of the newest token if its grammar refused the draw after it."""
         sequence = item.sequence
         end = min(item.known_end + num_kept, len(sequence.token_ids) - 1)
-        self._tables.commit(ScheduledSequence(sequence, item.start, end, False))
+        self._tables.commit(sequence, item.start, end)
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = end
 
     def _leave(self, sequence: Sequence, end: Ending, error: str | None = None) -> None:

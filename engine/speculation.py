@@ -72,7 +72,7 @@ class Speculation:
         self._num_in_row = [0, 0]  # steps with drafts, of decodes alone and with prompts
         self._num_drafts = 0
         self._num_draft_tokens = 0
-        self._accepted = [0] * self._most  # per position
+        self._num_kept = [0] * (1 + self._most)  # parts, by the tokens of drafts that were drawn
 
     def needs_newest(self, running: Sequence[Choice], num_waiting: int) -> bool:
         """Returns True if the next step should have drafts, so that the step in flight has to be
@@ -182,8 +182,7 @@ class Speculation:
 
     def observe_draws(self, item: ScheduledSequence, token_ids: Sequence[int]) -> None:
         """Records the draws of a part that are kept."""
-        for position in range(len(token_ids) - 1):
-            self._accepted[position] += 1
+        self._num_kept[len(token_ids) - 1] += 1
         guessed = self._running.get(item.sequence)
         if guessed is not None and guessed.draft is not None:
             self._to_learn.append((guessed.acceptance, guessed.draft, token_ids))
@@ -219,12 +218,13 @@ class Speculation:
             self._drafter.end(sequence)
 
     def with_counts(self, load: EngineLoad) -> EngineLoad:
+        accepted = tuple([sum(self._num_kept[count:]) for count in range(1, 1 + self._most)])
         return replace(
             load,
             num_drafts=self._num_drafts,
             num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=sum(self._accepted),
-            accepted_per_position=tuple(self._accepted),
+            num_accepted_tokens=sum(accepted),
+            accepted_per_position=accepted,
         )
 
     def _mode_of(self, sequence: Choice) -> SpeculationMode:

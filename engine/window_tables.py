@@ -21,7 +21,7 @@ from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.kv_layout import KVLayout
 from engine.prefix_digests import chunk_size
-from engine.types import ScheduledSequence, Sequence
+from engine.types import Sequence
 
 # After the hash of a chain, in the name of a block of the second group.
 _GROUP_NAMES = (b"", b"w")
@@ -89,13 +89,12 @@ class WindowTables(BlockTables):
             for index, group in self._groups
         ]
 
-    def commit(self, item: ScheduledSequence) -> None:
-        """Makes the blocks that this step filled available to other sequences, and frees those that
-        no later query sees."""
-        sequence = item.sequence
+    def commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """Makes the blocks that a step filled with these positions available to other sequences,
+        and frees those that no later query sees."""
         if self.pool.can_share:
-            self._publish(item)
-        unneeded = self._num_unneeded(item.end)
+            self._publish(sequence, start, end)
+        unneeded = self._num_unneeded(end)
         if unneeded > sequence.num_dropped:
             dropped = list(self._blocks(sequence, self._windowed, unneeded))
             table = _table(sequence, self._windowed)
@@ -115,14 +114,13 @@ class WindowTables(BlockTables):
         sequence.block_table, sequence.window_table = [], []
         sequence.num_dropped = 0
 
-    def _publish(self, item: ScheduledSequence) -> None:
-        sequence = item.sequence
-        if item.end // self.pool.block_size == item.start // self.pool.block_size:
+    def _publish(self, sequence: Sequence, start: int, end: int) -> None:
+        if end // self.pool.block_size == start // self.pool.block_size:
             return
-        self._extend_chain(sequence, item.end)
+        self._extend_chain(sequence, end)
         for index, group in self._groups:
             table = _table(sequence, index)
-            for i in range(item.start // group.size, item.end // group.size):
+            for i in range(start // group.size, end // group.size):
                 block = table[i * group.num_spans] // self._layout.stride
                 is_new = self.pool.publish(block, self._name(sequence, index, i))
                 if is_new and index == 0 and (i + 1) % self._blocks_per_chunk == 0:

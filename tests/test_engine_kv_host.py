@@ -87,7 +87,7 @@ class Tiers:
             end = len(sequence.token_ids)
             self._compute(sequence, end)
             item = ScheduledSequence(sequence, sequence.num_computed_tokens, end, True)
-            self.tables.commit(item)
+            self.tables.commit(*item[:3])
             sequence.num_computed_tokens = end
 
     def _compute(self, sequence: Sequence, end: int) -> None:

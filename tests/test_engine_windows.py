@@ -126,7 +126,7 @@ class NaiveTables:
 
     def commit(self, item: ScheduledSequence | None) -> None:
         if item is not None:
-            self.tables.commit(item)
+            self.tables.commit(*item[:3])
             item.sequence.num_computed_tokens = item.end
 
     def end(self, sequence: Sequence) -> None:
@@ -199,12 +199,12 @@ def test_a_long_prompt_holds_a_window_and_the_chunks_of_its_steps(
     found = 0
     for start in range(2048, 32_768, 2048):
         if not runs_ahead:
-            tables.commit(flying.pop())
+            tables.commit(*flying.pop()[:3])
         assert tables.grow(sequence, start + 2048)
         found = max(found, len(held_blocks(sequence, layout)))
         flying.append(ScheduledSequence(sequence, start, start + 2048, False))
         if runs_ahead:
-            tables.commit(flying.pop(0))
+            tables.commit(*flying.pop(0)[:3])
     assert (
         found == most <= layout.blocks_needed(32_768, num_uncommitted(2048, runs_ahead=runs_ahead))
     )

@@ -183,14 +183,14 @@ class DraftGate:
         plain_s, seconds = self._expected_s(num_sequences, row_s)
         values = np.array(list(chain.from_iterable(survivals)))
         # Survivals fall along a draft: the best ones of all drafts are beginnings of each.
-        best = np.argsort(-values, kind="stable")[: len(seconds)]
+        best = (-values).argsort(kind="stable")[: len(seconds)]
         found = values[best]
-        rates = (num_sequences + np.cumsum(found)) / seconds[: len(best)]
+        rates = (num_sequences + found.cumsum()) / seconds[: len(best)]
         rates = rates[: np.count_nonzero(found >= _LEAST)]
         most = int(rates.argmax()) if len(rates) else 0
         if not len(rates) or rates[most] <= _GAIN * num_sequences / plain_s:
             return counts
-        owners = np.repeat(np.arange(len(survivals)), [len(one) for one in survivals])
+        owners = np.arange(len(survivals)).repeat([len(one) for one in survivals])
         chosen: list[int] = np.bincount(owners[best[: most + 1]], minlength=len(survivals)).tolist()
         return chosen
 

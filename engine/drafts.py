@@ -7,14 +7,12 @@ number of steps and no token. Free of tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.types import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):  # a tuple, as the parts of a step: the device waits for drafts
     token_ids: tuple[int, ...]  # the next tokens, one or more
     # The tokens before them on which the guess rests. The gate learns how often drafts of a length
     # are right; a drafter without such a measure gives always the same number.

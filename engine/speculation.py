@@ -137,20 +137,17 @@ class Speculation:
             return
         budget = min(self._max_step_tokens - num_tokens, self._max_draws - num_draws)
         counts = self._counts(parts, drafts, num_draws, num_running)
-        num_drafted = self._num_draft_tokens
+        num_left = budget
         for index, count in counts.items():
-            part, count = parts[index], min(count, budget)
-            if not count or not _has_room(part, count, tables, num_running):
-                continue
-            budget -= count
-            self._num_drafts += 1
-            self._num_draft_tokens += count
-            token_ids = drafts[index].token_ids[:count]
-            # Not by `replace`, which takes five times as long, once for each sequence.
-            parts[index] = ScheduledSequence(
-                part.sequence, part.start, part.end + count, part.samples, token_ids
-            )
-        is_plain = self._num_draft_tokens == num_drafted
+            sequence, start, end, samples, _ = parts[index]
+            token_ids = drafts[index].token_ids[: min(count, num_left)]
+            end += len(token_ids)
+            if token_ids and _has_room(sequence, end, tables, num_running):
+                num_left -= len(token_ids)
+                self._num_drafts += 1
+                parts[index] = ScheduledSequence(sequence, start, end, samples, token_ids)
+        self._num_draft_tokens += budget - num_left
+        is_plain = num_left == budget
         self._num_in_row[has_prompts] = 0 if is_plain else self._num_in_row[has_prompts] + 1
 
     def _counts(
@@ -162,11 +159,10 @@ class Speculation:
     ) -> dict[int, int]:
         """Returns the number of tokens to verify of each draft. `num_sequences`: of the step, that
         sample."""
-        counts: dict[int, int] = {}
+        counts = {index: len(draft.token_ids) for index, draft in drafts.items()}
         gated: list[int] = []
         survivals: list[list[float]] = []
         for index, draft in drafts.items():
-            counts[index] = len(draft.token_ids)
             guessed = self._running[parts[index].sequence]
             if guessed.is_gated:
                 gated.append(index)
@@ -245,20 +241,17 @@ class Speculation:
             source = sequence.request.adapter, sequence.request.cache_salt
             guessed = _Guessed(self._acceptances.of_sequence(source), mode == "auto")
             self._running[sequence] = guessed
-        guessed.draft = None
-        if guessed.is_withdrawn:
-            return None
-        params = sequence.request.params
-        # The last token of all needs no draft: the draw before it gives it.
-        limit = min(
-            self._most, params.max_tokens - num_output - 1, self._max_model_len - num_tokens - 1
-        )
-        draft = self._drafter.propose(sequence, limit) if limit > 0 else None
+        draft = None
+        if not guessed.is_withdrawn:
+            # The last token of all needs no draft: the draw before it gives it.
+            most = sequence.request.params.max_tokens - num_output - 1
+            limit = min(self._most, most, self._max_model_len - num_tokens - 1)
+            draft = self._drafter.propose(sequence, limit) if limit > 0 else None
         if draft is not None:
             count = self._num_possible(sequence, draft.token_ids)
             if count < len(draft.token_ids):
                 draft = Draft(draft.token_ids[:count], draft.match_length) if count else None
-            guessed.draft = draft
+        guessed.draft = draft
         return draft
 
     def _num_possible(self, sequence: Choice, token_ids: Sequence[int]) -> int:
@@ -276,10 +269,9 @@ class Speculation:
         return sequence.grammar_state.num_allowed(token_ids[:count])
 
 
-def _has_room(part: ScheduledSequence, count: int, tables: BlockTables, num_running: int) -> bool:
-    """Allocates the blocks of a draft, if every running sequence could have one more of each group
-    of layers afterwards."""
-    sequence, end = part.sequence, part.end + count
+def _has_room(sequence: Choice, end: int, tables: BlockTables, num_running: int) -> bool:
+    """Allocates the blocks up to the end of a draft, if every running sequence could have one more
+    of each group of layers afterwards."""
     missing = tables.num_missing(sequence, end)
     if not missing:
         return True

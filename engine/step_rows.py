@@ -62,10 +62,10 @@ def write_decodes(
     queries_of = np.ones(total, dtype=np.int32)
     queries_of[:num_sequences] = queries
     query_start[0] = 0
-    np.cumsum(queries_of, out=query_start[1:])
+    queries_of.cumsum(out=query_start[1:])
     # The last row of a sequence sees all its keys, each other one a key less than the next.
     behind = kv_lens - query_start[1:]
-    rows = np.repeat(np.arange(num_sequences), queries_of[:num_sequences])
+    rows = np.arange(num_sequences).repeat(queries_of[:num_sequences])
     positions, numbers_of_rows = np.arange(count, dtype=np.int32), numbers[rows]
     positions += behind[rows]
     host("positions")[:count] = positions

@@ -181,7 +181,7 @@ def _write_small(
     fields, owners = listed.fields, listed.owners
     count, num_units = len(rows), len(owners)
     _check_room(layout, count, num_units, 0)
-    starts = np.cumsum(rows, dtype=np.int32) - rows
+    starts = rows.cumsum(dtype=np.int32) - rows
     small_start, unit_start, *_ = layout.starts
     small = out[small_start : small_start + count * TILE_FIELDS].reshape(count, TILE_FIELDS)
     small[:, 0] = small[:, 5] = starts

@@ -246,9 +246,9 @@ def test_a_charge_that_is_closed_without_use_is_refunded_whole() -> None:
     world.run(scenario())
 
 
-async def _check_and_admit(limits: Limits, caller: Caller) -> None:
+async def _check_and_admit(limits: Limits, caller: Caller, num_tokens: int = 1) -> None:
     limits.check(caller)
-    await limits.admit(caller, 1)
+    await limits.admit(caller, num_tokens)
 
 
 def test_a_refused_request_is_counted_once() -> None:
@@ -307,18 +307,59 @@ def test_the_reset_headers_of_a_refusal_agree_with_its_retry_after() -> None:
         # Half a second of 600 per minute is 5 tokens: the other 95 come back in 9.5 s, all in 10 s.
         await limits.admit(world.caller, 100)
         assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "10s"
-        for tokens, seconds in ((10, 10), (200, 20), (400, 40)):
+        for tokens in (10, 200, 400):  # a debt admits none, however small, and then any
             with pytest.raises(RateLimitError) as refused:
                 await limits.admit(world.caller, tokens)
-            assert refused.value.headers()["Retry-After"] == str(seconds)
+            assert refused.value.headers()["Retry-After"] == "10"
             headers = limits.headers(world.caller, for_anthropic=True)
-            assert headers["x-ratelimit-reset-tokens"] == f"{seconds}s"
+            assert headers["x-ratelimit-reset-tokens"] == "10s"
             assert headers["x-ratelimit-reset-requests"].endswith("ms")  # it refused none
             reset = headers["anthropic-ratelimit-tokens-reset"]
             at = datetime.strptime(reset, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
-            assert seconds - 1 <= at.timestamp() - time.time() <= seconds + 1
+            assert 9 <= at.timestamp() - time.time() <= 11
         await asyncio.sleep(60.0)
         assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "0ms"
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "is_down"),
+    [
+        (KeyPolicy(tokens_per_minute=600), 30, False),
+        (KeyPolicy(tokens_per_minute=600), 5000, False),  # a debt of many minutes
+        (KeyPolicy(tokens_per_minute=600), 105, True),
+        (KeyPolicy(requests_per_minute=20), 1, False),
+        (KeyPolicy(requests_per_minute=20), 1, True),
+        (KeyPolicy(requests_per_minute=600, tokens_per_minute=600), 105, False),
+    ],
+)
+def test_a_refused_request_is_admitted_after_its_retry_after_and_not_before(
+    policy: KeyPolicy, first: int, is_down: bool
+) -> None:
+    world = World(policy, 2)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        with suppress(RateLimitError):
+            for _ in range(4):
+                (await limits.admit(world.caller, first)).settle(first)
+        if is_down:
+            world.kill()
+            await asyncio.sleep(2.0)
+            with suppress(RateLimitError):
+                while True:
+                    (await limits.admit(world.caller, first)).settle(first)
+        with pytest.raises(RateLimitError) as refused:
+            await _check_and_admit(limits, world.caller, 220)
+        wait_s = refused.value.wait_s
+        assert wait_s > 0.5
+        await asyncio.sleep(0.9 * wait_s)
+        with pytest.raises(RateLimitError) as refused:
+            await _check_and_admit(limits, world.caller, 220)
+        await asyncio.sleep(refused.value.wait_s + 0.01)
+        await _check_and_admit(limits, world.caller, 220)
+        assert world.loop.time() < wait_s + 5.0
 
     world.run(scenario())
 

@@ -59,7 +59,7 @@ class Grant:
 
     amount: float  # of a rate: to add to the lease; of a total: the most that it may have in use
     alone: float  # while the manager is away: per second of a rate; of a total: in addition
-    remaining: float  # the rest that the key may use now, at all ingresses
+    remaining: float  # the rest that the key may use now, at all ingresses; below 0: a debt
     wait_s: float  # until there is more; 0 if it covers the need
     room: float = 0.0  # of a rate: the amount that its bucket lacks to be full
 
@@ -157,7 +157,7 @@ class _Bucket:
         alone += max(0.0, rest) / (1 + len(others))
         lacking_s = ((1.0 if self.is_whole else 0.0) - self.level) / rate if rate else 60.0
         wait_s = max(_ASK_S, lacking_s) if amount + _ROUNDING < claim.need else 0.0
-        return Grant(amount, alone, max(0.0, self.level), wait_s, size - self.level)
+        return Grant(amount, alone, self.level, wait_s, size - self.level)
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class Limits:
                 return
             if self._is_away or lease.is_dry(name, now_s):
                 lease.note_offer(lease.mean_tokens)
-                raise self._refusal(lease, name, 1.0, now_s)
+                raise self._refusal(lease, name, now_s)
 
     async def admit(self, caller: Caller, num_tokens: int) -> Charge:
         """Admits a request that is expected to use `num_tokens`, prompt and output. Raises
@@ -126,7 +126,7 @@ class Limits:
             now_s = self._clock()
             name = lease.lacking(tokens, now_s, is_away=self._is_away)
         if name is not None:
-            raise self._refusal(lease, name, tokens, now_s)
+            raise self._refusal(lease, name, now_s)
         return Charge(lease, tokens)
 
     def headers(self, caller: Caller, *, for_anthropic: bool = False) -> dict[str, str]:
@@ -164,12 +164,10 @@ class Limits:
             lease.change(caller.policy, self._num_ingresses())
         return lease
 
-    def _refusal(
-        self, lease: KeyLease, name: LimitName, tokens: float, now_s: float
-    ) -> RateLimitError:
+    def _refusal(self, lease: KeyLease, name: LimitName, now_s: float) -> RateLimitError:
         self.num_refused[name] += 1
         kind, words = _CODES[name]
-        limit, wait_s = lease.refuse(name, tokens, now_s)
+        limit, wait_s = lease.refuse(name, now_s, is_away=self._is_away)
         return RateLimitError(words.format(limit=limit), kind, wait_s)
 
     async def _wait_for_grant(self, key_id: str, lease: KeyLease, tokens: float) -> None:

@@ -30,6 +30,8 @@ class _Limit:
     offered: float = 0.0  # since the last claim
     demand: float = 0.0  # mean per second
     is_first: bool = True
+    dry_until_s: float = -math.inf  # a claim before is useless
+    refused_until_s: float = -math.inf  # when the last request that it refused may come again
 
     def measure(self, elapsed_s: float) -> None:
         """Adds the offers since the last claim to the mean demand."""
@@ -37,6 +39,13 @@ class _Limit:
             weight = 1 - math.exp(-elapsed_s / _DEMAND_S)
             self.demand += weight * (self.offered / elapsed_s - self.demand)
             self.offered = 0.0
+
+    def pause(self, wait_s: float, now_s: float) -> None:
+        """Claims no more for so long, but again when the requests that it refused come back."""
+        told_s, was_dry_until_s = self.refused_until_s, self.dry_until_s
+        self.dry_until_s = now_s + min(max(wait_s, _DRY_S), _MAX_DRY_S)
+        if told_s > max(now_s, was_dry_until_s):
+            self.dry_until_s = min(self.dry_until_s, told_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +56,8 @@ class _Rate(_Limit):
     least: float  # a request without the manager needs so much; 0: any positive amount
     balance: float = 0.0  # negative: requests used more than was expected
     wanted: float = 0.0  # by the last claim
-    remaining: float = 0.0  # at the manager
+    remaining: float = 0.0  # at the manager, below 0: a debt
     room: float = 0.0  # at the manager, until its bucket is full
-    refused_until_s: float = -math.inf  # when the last request that it refused may come again
     was_alone: bool = False
 
     def lacks(self, amount: float, now_s: float, is_away: bool) -> bool:
@@ -63,6 +71,15 @@ class _Rate(_Limit):
             return is_dry
         return self.balance + _ROUNDING < amount
 
+    def ready_s(self, is_away: bool) -> float:
+        """Returns when it admits a request of any number of tokens, if no other comes first;
+        without the manager within a minute, in which that comes back."""
+        if is_away:
+            lacking_s = (self.least - self.balance) / self.alone if self.alone else math.inf
+            return self.credited_s + min(lacking_s, 60.0)
+        lacking_s = (self.least - self.remaining) * 60 / self.limit if self.limit else 60.0
+        return self.credited_s + lacking_s
+
     def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
         """`waiting`: the amounts that requests wait for, the first first."""
         self.measure(elapsed_s)
@@ -72,7 +89,7 @@ class _Rate(_Limit):
             returned = self.balance - wanted
             self.balance = wanted
         want = max(0.0, wanted - self.balance)
-        need = max(0.0, sum(waiting) - self.balance)
+        need = max(0.0, sum(waiting) - self.balance) if waiting else 0.0
         least = max(0.0, next(iter(waiting), 0.0) - self.balance)
         self.wanted = max(want, need)
         return Claim(
@@ -97,10 +114,14 @@ class _Total(_Limit):
     granted: float = 0.0  # may be in use here
     # Beside `alone`: slots that a claim without an answer named as free.
     offered_back: float = 0.0
+    more_s: float = -math.inf  # when there is more, by the last answer
 
     def lacks(self, amount: float, is_away: bool) -> bool:
         free = self.granted + (self.alone + self.offered_back if is_away else 0.0) - self.in_use
         return free + _ROUNDING < amount
+
+    def ready_s(self, is_away: bool) -> float:
+        return self.more_s
 
     def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
         self.measure(elapsed_s)
@@ -116,6 +137,7 @@ class _Total(_Limit):
 
     def apply(self, grant: Grant, now_s: float) -> bool:
         self.granted, self.alone, self.offered_back = grant.amount, grant.alone, 0.0
+        self.more_s = now_s + grant.wait_s
         return False
 
 
@@ -131,22 +153,19 @@ class KeyLease:
     """The leases of all limits of a key, from its first request at this ingress on."""
 
     __slots__ = (
-        *("_claimed_s", "_dry", "_num_open", "_open_tokens", "_rates", "_totals", "_unrecorded"),
-        *("_waiting", "_waits_s", "dry_until_s", "mean_tokens", "policy", "used_s"),
+        *("_claimed_s", "_num_open", "_open_tokens", "_rates", "_totals", "_unrecorded"),
+        *("_waiting", "mean_tokens", "policy", "used_s"),
     )
 
     def __init__(self, policy: KeyPolicy, now_s: float, num_ingresses: int) -> None:
         """`num_ingresses` share the limits if the manager is away from the start."""
-        self.dry_until_s = -math.inf  # a claim before is useless
         self.mean_tokens = 0.0  # of a request
         self.used_s = now_s
         self._claimed_s = now_s
-        self._dry: frozenset[LimitName] = frozenset()  # those of `dry_until_s`
         self._num_open = 0
         self._open_tokens = 0.0  # that open requests have taken
         self._unrecorded = 0.0  # tokens of ended requests that the manager does not count yet
         self._waiting: dict[object, float] = {}  # tokens of requests that wait for a grant, by age
-        self._waits_s: dict[LimitName, float] = {}  # until when each limit is dry
         self._rates: dict[LimitName, _Rate] = {}
         self._totals: dict[LimitName, _Total] = {}
         self.policy = KeyPolicy()
@@ -156,7 +175,6 @@ class KeyLease:
         """Applies a changed policy. Limits that it has had keep their leases; in the total of a
         new limit, open requests count."""
         self.policy = policy
-        self.dry_until_s = -math.inf  # by limits that may be gone
         rates, totals = self._rates, self._totals
         self._rates, self._totals = {}, {}
         for name, limit in limits_of(policy).items():
@@ -182,6 +200,8 @@ class KeyLease:
                 total = _Total(limit=limit, alone=alone, in_use=in_use, is_whole=is_whole)
             total.limit = limit
             self._totals[name] = total
+        for _, one in self._limits():
+            one.dry_until_s = one.refused_until_s = -math.inf  # by the limit before
 
     @property
     def offers_slots(self) -> bool:
@@ -207,11 +227,12 @@ class KeyLease:
             *(n for n, one in self._totals.items() if one.lacks(_amount(n, tokens), is_away)),
             *(n for n, one in self._rates.items() if one.lacks(_amount(n, tokens), now_s, is_away)),
         ]
-        return next((name for name in names if name in self._dry), next(iter(names), None))
+        dry = (name for name in names if self.is_dry(name, now_s))
+        return next(dry, next(iter(names), None))
 
     def is_dry(self, name: LimitName, now_s: float) -> bool:
         """Returns whether a claim on this limit is useless yet."""
-        return now_s < self.dry_until_s and name in self._dry
+        return now_s < self._limit(name).dry_until_s
 
     def take(self, tokens: float) -> Rates:
         """Returns the rates that it is taken from, for `settle`: others may hold at the end."""
@@ -262,30 +283,21 @@ class KeyLease:
         }
 
     def apply(self, grants: Grants, now_s: float) -> None:
-        dry_s, dry = 0.0, set[LimitName]()
         for name, limit in self._limits():
             if (grant := grants.get(name)) is not None:
                 is_scarce = limit.apply(grant, now_s)
                 limit.is_first = False
-                self._waits_s[name] = now_s + grant.wait_s
                 if is_scarce or grant.wait_s:
-                    dry_s = max(dry_s, grant.wait_s, _DRY_S)
-                    dry.add(name)
-        self._dry = frozenset(dry)
-        self.dry_until_s = now_s + min(dry_s, _MAX_DRY_S) if dry_s else -math.inf
+                    limit.pause(grant.wait_s, now_s)
+                else:
+                    limit.dry_until_s = -math.inf
 
-    def refuse(self, name: LimitName, tokens: float, now_s: float) -> tuple[int, float]:
-        """Returns the limit and the expected seconds until it admits a request. The headers of a
+    def refuse(self, name: LimitName, now_s: float, *, is_away: bool) -> tuple[int, float]:
+        """Returns the limit and the expected seconds until it admits this request. The headers of a
         rate name no earlier time from now on."""
-        wait_s = max(0.0, self._waits_s.get(name, now_s) - now_s)
-        rate = self._rates.get(name)
-        if rate is None:
-            return self._totals[name].limit, wait_s
-        lacking = _amount(name, tokens) - rate.balance
-        share_s = min(60.0, lacking / rate.alone) if rate.alone else 60.0
-        wait_s = max(wait_s, share_s)
-        rate.refused_until_s = now_s + wait_s
-        return rate.limit, wait_s
+        limit = self._limit(name)
+        limit.refused_until_s = max(now_s, self._ready_s(name, is_away))
+        return limit.limit, limit.refused_until_s - now_s
 
     def headers(self, now_s: float) -> dict[str, str]:
         """Returns the rates per minute in OpenAI's headers."""
@@ -309,13 +321,22 @@ class KeyLease:
     def _limits(self) -> tuple[tuple[LimitName, _Rate | _Total], ...]:
         return *self._rates.items(), *self._totals.items()
 
+    def _limit(self, name: LimitName) -> _Rate | _Total:
+        return self._rates.get(name) or self._totals[name]
+
+    def _ready_s(self, name: LimitName, is_away: bool) -> float:
+        """Returns when this limit admits a request that it does not cover now."""
+        limit = self._limit(name)
+        return max(limit.ready_s(is_away), -math.inf if is_away else limit.dry_until_s)
+
     def _states(self, now_s: float) -> Iterator[tuple[LimitName, int, int, float]]:
         """Yields each rate: its limit, the rest of it, and the seconds until the rest is whole
         again, at least until a refused request may come again."""
         for name, rate in self._rates.items():
-            remaining = max(0.0, min(rate.limit, rate.balance + rate.remaining))
+            remaining = max(0.0, min(rate.limit, rate.balance + max(0.0, rate.remaining)))
             per_s = rate.limit / 60
-            lacking = max(rate.room, 1.0 if rate.least else 0.0) - rate.balance
+            refilled = per_s * (now_s - rate.credited_s)
+            lacking = max(0.0, rate.room - refilled) - rate.balance
             reset_s = max(0.0, lacking / per_s if per_s else 60.0, rate.refused_until_s - now_s)
             yield name, rate.limit, int(remaining + _ROUNDING), reset_s
 

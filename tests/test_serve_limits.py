@@ -366,7 +366,7 @@ def test_a_refused_request_is_admitted_after_its_retry_after_and_not_before(
 
 def test_a_request_that_is_cancelled_while_it_waits_holds_nothing() -> None:
     policy = KeyPolicy(
-        requests_per_minute=60, tokens_per_minute=600, max_parallel_requests=2, tokens_per_day=600
+        requests_per_minute=60, tokens_per_minute=60000, max_parallel_requests=2, tokens_per_day=600
     )
     world = World(policy, 1)
 

@@ -87,7 +87,9 @@ class _Rate(_Limit):
         returned = 0.0
         if not waiting and not self.was_alone and self.balance > wanted + self.least:
             returned = self.balance - wanted
-            self.balance = wanted
+            if self.least:  # a part of a request is of no use
+                returned = math.floor(returned)
+            self.balance -= returned
         want = max(0.0, wanted - self.balance)
         need = max(0.0, sum(waiting) - self.balance) if waiting else 0.0
         least = max(0.0, next(iter(waiting), 0.0) - self.balance)
@@ -220,15 +222,14 @@ class KeyLease:
             limit.offered += _amount(name, tokens)
 
     def lacking(self, tokens: float, now_s: float, *, is_away: bool) -> LimitName | None:
-        """Returns a limit whose lease does not cover a request now, a dry one rather than one that
-        was not claimed for a while; None: it may be taken."""
+        """Returns the limit that a request waits for longest of those whose lease does not cover it
+        now; None: it may be taken."""
         self.used_s = now_s
         names: list[LimitName] = [
             *(n for n, one in self._totals.items() if one.lacks(_amount(n, tokens), is_away)),
             *(n for n, one in self._rates.items() if one.lacks(_amount(n, tokens), now_s, is_away)),
         ]
-        dry = (name for name in names if self.is_dry(name, now_s))
-        return next(dry, next(iter(names), None))
+        return max(names, key=lambda name: self._ready_s(name, is_away), default=None)
 
     def is_dry(self, name: LimitName, now_s: float) -> bool:
         """Returns whether a claim on this limit is useless yet."""

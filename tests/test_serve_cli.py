@@ -306,6 +306,21 @@ def test_a_command_that_reads_the_registry_does_not_create_it(
     assert not (home / "mlflow.db").exists()
 
 
+def test_a_command_that_reads_tries_once_whether_the_home_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Path] = []
+    monkeypatch.setattr(
+        "serve_app.cli.commands.store.prepare", lambda home: prepared.append(prepare(home))
+    )
+    for register in (False, True):
+        if register:
+            run("register", "base", str(make_base_folder(tmp_path / "base")), "--name", "tiny")
+        prepared.clear()
+        assert run("models") == 0
+        assert prepared == [default_home()]
+
+
 def test_a_missing_registry_of_the_environment_is_named_and_not_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

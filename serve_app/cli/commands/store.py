@@ -25,25 +25,32 @@ def open_existing(args: config.RegistryArgs) -> Registry:
             f"the registry {uri} does not exist: there is no file {file}. `loraplex register base` "
             "creates it"
         )
-    return open_configured(args)
+    return _open(uri, args)
 
 
 def read_catalog(args: config.RegistryArgs) -> Catalog:
     """Returns what is registered; the registry of a new home is empty. Raises NotFoundError as
     `open_existing` does."""
-    uri = _prepared_uri(args)
-    if uri == config.embedded_uri() and missing_file(uri) is not None:
+    try:
+        registry = open_existing(args)
+    except NotFoundError:
+        if config.tracking_uri(args) != config.embedded_uri():
+            raise
         return Catalog()
-    return open_existing(args).snapshot()
+    return registry.snapshot()
 
 
 def open_configured(args: config.RegistryArgs) -> Registry:
+    return _open(_prepared_uri(args), args)
+
+
+def _open(uri: str, args: config.RegistryArgs) -> Registry:
     try:
         schemes = config.artifact_schemes(args)
     except ValueError as error:
         raise RegistryError(str(error)) from error
     return Registry(
-        _prepared_uri(args),
+        uri,
         artifact_root=config.artifact_root(args),
         artifact_schemes=schemes,
         scratch=config.cache_folder() / "adoption",

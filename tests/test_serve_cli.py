@@ -516,6 +516,23 @@ def test_doctor_counts_the_memory_of_its_container(
         assert memory["words"] == shown
 
 
+def test_doctor_looks_at_the_registry_that_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = embedded_uri(tmp_path / "other")
+    folder = make_base_folder(tmp_path / "base")
+    assert run("register", "base", str(folder), "--name", "tiny", "--tracking-uri", other) == 0
+    for uri, words in ((other, "1 base and 0 adapter versions"), (f"{other}2", "does not exist")):
+        capsys.readouterr()
+        run("doctor", "--json", "--port", "1", "--tracking-uri", uri)
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        (found,) = [one for one in findings if one["what"] == "registry"]
+        assert found["words"].startswith(uri)
+        assert words in found["words"]
+    assert run("doctor", "--base", str(folder), "--tracking-uri", other) == 1
+    assert "--tracking-uri" in capsys.readouterr().err
+
+
 def test_doctor_fails_where_the_home_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def doctor(
     ranks: Annotated[
         int, typer.Option(min=1, max=8, help="Ranks that share --base, as tensor_parallel_size")
     ] = 1,
+    tracking_uri: Uri = None,
     json: Json = False,
 ) -> None:
     """Check this machine and report missing requirements."""

@@ -54,6 +54,7 @@ def doctor(
     kv_cache_dtype: str | None,
     lora_dtype: str | None,
     ranks: int,
+    tracking_uri: str | None,
     json: bool,
 ) -> None:
     for option, value, known in (
@@ -68,6 +69,8 @@ def doctor(
         if value is not None and known and value not in known:
             match = config.close_match(value, known)
             raise Failure(f"{option} is {value}: known are {', '.join(known)}{match}")
+    if base is not None and tracking_uri is not None:
+        raise Failure("--tracking-uri is for the check of this machine: leave out --base or it")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -75,7 +78,7 @@ def doctor(
     findings = []
     with console.status("Looking"):
         for finding in (
-            _findings(port)
+            _findings(port, config.RegistryArgs(tracking_uri=tracking_uri))
             if base is None
             else _base(
                 base,
@@ -133,7 +136,7 @@ def _is_smaller_in_fp8(fit: Fit, folder: Path, memory: int | None, ranks: int) -
     return in_fp8.weight_bytes < fit.weight_bytes
 
 
-def _findings(port: int) -> Iterator[Finding]:
+def _findings(port: int, registry: config.RegistryArgs) -> Iterator[Finding]:
     yield _python()
     yield from _packages()
     yield _kernels_package()
@@ -144,7 +147,7 @@ def _findings(port: int) -> Iterator[Finding]:
     yield _disk(config.default_home())
     yield _port(port)
     yield _network()
-    yield from _registry()
+    yield from _registry(registry)
 
 
 def _python() -> Finding:
@@ -277,13 +280,12 @@ def _network() -> Finding:
     return Finding("network", "warn", f"with serve run, {words}", "or use loraplex serve")
 
 
-def _registry() -> Iterator[Finding]:
-    args = config.RegistryArgs()
+def _registry(args: config.RegistryArgs) -> Iterator[Finding]:
     uri = shown_uri(config.tracking_uri(args))
     try:
         catalog = read_catalog(args)
     except (RegistryError, HomeError) as error:
-        remedy = "start it, or set MLFLOW_TRACKING_URI"
+        remedy = "start it, or name another: --tracking-uri, MLFLOW_TRACKING_URI"
         yield Finding("registry", "fail", f"{uri}: {error}", remedy)
         return
     words = f"{uri}: {len(catalog.bases)} base and {len(catalog.adapters)} adapter versions"

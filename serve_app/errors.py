@@ -89,14 +89,14 @@ class ApiError(Exception):
         names = ("message", "type", "param", "code")
         return msgspec.json.encode({"error": {name: getattr(self, name) for name in names}})
 
-    def anthropic_body(self) -> bytes:
-        """Returns the body in the shape of Anthropic's API."""
+    def anthropic_body(self, request_id: str | None) -> bytes:
+        """Returns the body in the shape of Anthropic's API. `request_id`: as in the header
+        `request-id`."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         if self.status >= 500:
             kind = "overloaded_error" if self.should_retry else "api_error"
         error = {"type": kind, "message": self.message}
-        # The header `request-id` has the id.
-        return msgspec.json.encode({"type": "error", "error": error, "request_id": None})
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
     def headers(self) -> dict[str, str]:
         headers = {SHOULD_RETRY: "true" if self.should_retry else "false"}

@@ -525,7 +525,7 @@ def test_a_hostile_body_is_read_or_refused(data: st.DataObject) -> None:
     if error is not None:
         assert error.status == 400
         assert error.message.isprintable()
-        assert b'"type":"error"' in error.anthropic_body()
+        assert b'"type":"error"' in error.anthropic_body(None)
 
 
 def error_of(kind: type[DialectRequest], raw: bytes) -> ApiError | None:
@@ -579,7 +579,7 @@ async def test_a_long_body_is_read_by_a_worker() -> None:
 
 def builder(make: Any, **fields: object) -> ResponseBuilder:
     request, text = make(**fields), chatml_text()
-    head = ResponseHead("chat", f"{request.id_prefix}1", "m", 1_700_000_000, "fp_1")
+    head = ResponseHead("chat", f"{request.id_prefix}1", "m", 1_700_000_000, "fp_1", "req-1")
     return ResponseBuilder(request, list(read_prompts(request, text, LIMITS)), text, head)
 
 
@@ -899,6 +899,7 @@ def test_a_stream_of_messages_that_fails_ends_with_an_error() -> None:
     last = events_of(data)[-1]
     assert last["type"] == "error"
     assert last["error"] == {"type": "overloaded_error", "message": "The engine stopped."}
+    assert last["request_id"] == "req-1"
 
 
 def test_space_between_calls_is_no_text_and_space_before_text_is_kept() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import socket
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class App:
         if scope["path"] == "/dies":
             return
         if scope["path"] in ("/serve", "/v1/messages/serve"):
-            await send(start(429, [(b"retry-after", b"7"), (b"x-request-id", b"abc")]))
+            own_id = dict(scope["headers"])[b"x-request-id"]
+            await send(start(429, [(b"retry-after", b"7"), (b"x-request-id", own_id)]))
             await send({"type": "http.response.body", "body": b"Request dropped."})
             return
         if scope["path"] == "/endless":
@@ -274,12 +276,15 @@ async def test_a_client_that_leaves_while_it_uploads_leaves_no_trace(
         (b"", None),
     ],
 )
-async def test_only_a_legal_request_id_reaches_serve(given: bytes, kept: bytes | None) -> None:
+async def test_a_legal_request_id_reaches_serve_or_one_of_the_front(
+    given: bytes, kept: bytes | None
+) -> None:
     async with serving() as server:
         client = await server.connect()
         raw = b"GET /echo HTTP/1.1\r\nhost: a\r\nx-request-id: " + given + b"\r\n\r\n"
         assert (await client.ask(raw))[0] == 200
-        assert dict(server.app.scopes[0]["headers"]).get(b"x-request-id") == kept
+        found = dict(server.app.scopes[0]["headers"])[b"x-request-id"]
+        assert found == kept or (kept is None and uuid.UUID(found.decode()).version == 4)
 
 
 async def test_a_client_gives_serve_no_orders() -> None:
@@ -294,7 +299,8 @@ async def test_a_client_gives_serve_no_orders() -> None:
 async def test_an_error_of_serve_itself_has_the_shape_of_all_others() -> None:
     async with serving() as server:
         client = await server.connect()
-        status, headers, body = await client.ask(b"GET /serve HTTP/1.1\r\nhost: a\r\n\r\n")
+        raw = b"GET /serve HTTP/1.1\r\nhost: a\r\nx-request-id: abc\r\n\r\n"
+        status, headers, body = await client.ask(raw)
         assert (status, headers["retry-after"], headers["x-request-id"]) == (429, "7", "abc")
         assert headers["x-should-retry"] == "true"
         assert headers["content-type"] == "application/json"
@@ -304,15 +310,18 @@ async def test_an_error_of_serve_itself_has_the_shape_of_all_others() -> None:
 async def test_an_error_at_an_endpoint_of_anthropics_has_its_shape() -> None:
     async with serving() as server:
         client = await server.connect()
-        raw = b"GET /v1/messages/serve HTTP/1.1\r\nhost: a\r\n\r\n"
+        raw = b"GET /v1/messages/serve HTTP/1.1\r\nhost: a\r\nx-request-id: abc\r\n\r\n"
         status, headers, body = await client.ask(raw)
         assert (status, headers["request-id"], headers["x-request-id"]) == (429, "abc", "abc")
         assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        assert json.loads(body)["request_id"] == "abc"
         head = b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (1 << 40)
         status, headers, body = await client.ask(head)
         assert (status, headers["x-should-retry"]) == (413, "false")
         assert json.loads(body)["type"] == "error"
         assert json.loads(body)["error"]["type"] == "request_too_large"
+        assert json.loads(body)["request_id"] == headers["request-id"] == headers["x-request-id"]
+        assert uuid.UUID(headers["request-id"])
 
 
 async def test_a_request_whose_ingress_dies_before_the_answer_may_be_sent_again() -> None:

@@ -44,7 +44,13 @@ from serve_app.disconnects import RequestScope
 from serve_app.dispatch.base_handle import BaseHandle, Route
 from serve_app.dispatch.completion import Completion, OnFirstToken, PreparedRequest
 from serve_app.errors import ApiError, ClientGoneError, shown, to_api_error
-from serve_app.http.asgi import SseResponse, error_response, json_response, read_body
+from serve_app.http.asgi import (
+    SseResponse,
+    error_response,
+    json_response,
+    read_body,
+    request_id_of,
+)
 from serve_app.messages import RoutingRequest
 from serve_app.observe.record import RequestRecord
 from serve_app.openai.chat import ChatRequest
@@ -81,6 +87,7 @@ class ClientRequest:
     arrival_s: float = 0.0  # time.time()
     max_tokens: int | None = None  # of each answer, by the client's key
     lowest_priority: int | None = None  # by the client's key
+    request_id: str | None = None  # in the headers
 
     @property
     def priority(self) -> int:
@@ -123,7 +130,7 @@ async def count_tokens(request: HttpRequest) -> Response:
         prompts = await state.texts.run(read_prompts, body, raw, handle.text, handle.description)
         return json_response({"input_tokens": sum(len(one.token_ids) for one in prompts)})
     except Exception as error:
-        return error_response(named(error, body), request.url.path)
+        return error_response(named(error, body), request.scope)
 
 
 @router.get("/v1/responses/{response_id}", include_in_schema=False)
@@ -164,7 +171,8 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
             check_body(caller, body)  # by the key's present policy
             policy = KeyPolicy() if caller is None else caller.policy
             client = ClientRequest(
-                body, tenant, session, arrival_s, policy.max_tokens, policy.lowest_priority
+                *(body, tenant, session, arrival_s, policy.max_tokens, policy.lowest_priority),
+                request_id_of(http.scope),
             )
             headers = route.headers
             record.resolution, record.arm = route.resolution, route.arm_name
@@ -186,7 +194,7 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
     except Exception as error:
         state.observer.end(record, error)
         error = name_adapters(state.gateway, caller, body, error)
-        response = error_response(named(error, body), http.url.path)
+        response = error_response(named(error, body), http.scope)
     response.headers.update(headers | accounting.headers(state, caller, http.url.path))
     return response
 
@@ -270,7 +278,7 @@ def prepare(
     return PreparedRequest(
         handle,
         body,
-        _head(body, route.resolution),
+        _head(client, route.resolution),
         prompts,
         requests,
         adapters,
@@ -338,7 +346,8 @@ def session_key(http: HttpRequest, body: GenerationRequest) -> str | None:
     return sticky_key(body.user, body.safety_identifier, session, body.prompt_cache_key)
 
 
-def _head(body: GenerationRequest, resolution: Resolution) -> ResponseHead:
+def _head(client: ClientRequest, resolution: Resolution) -> ResponseHead:
+    body = client.body
     is_chat = isinstance(body, ChatRequest)
     key = adapter_key(resolution.adapters) or ""
     parts = (_VERSION, resolution.base.digest, key)
@@ -349,4 +358,5 @@ def _head(body: GenerationRequest, resolution: Resolution) -> ResponseHead:
         body.full_model,
         int(time.time()),
         f"fp_{fingerprint}",
+        client.request_id,
     )

@@ -114,7 +114,7 @@ class MetricsMiddleware:
         except Exception as error:
             # Starlette re-raises an exception that its last handler answered.
             if status is None:
-                await error_response(error, scope["path"])(scope, receive, counting_send)
+                await error_response(error, scope)(scope, receive, counting_send)
         finally:
             # Also if Serve cancels this coroutine, its way to report that the client left.
             if not is_whole or status == CLIENT_CLOSED_REQUEST:
@@ -147,7 +147,7 @@ class ConcurrencyLimitMiddleware:
                 self._check_capacity()
         except (ApiError, ClientGoneError, OverloadedError) as error:
             self._arrivals.release_body(receive)
-            await error_response(error, scope["path"])(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         self._num_open += is_bounded
         try:

@@ -42,7 +42,7 @@ class MessagesWriter(DialectWriter):
         return encode(message | self._stop(usage))
 
     def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error.anthropic_body()
+        return b"event: error\ndata: %b\n\n" % error.anthropic_body(self.head.request_id)
 
     def opened(self, kind: BlockKind, call: ToolCallDelta | None) -> bytes:
         if kind == "text":

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ from serve_app.field_problems import problem_of
 logger = logging.getLogger(__name__)
 
 _JSON_TYPE = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+REQUEST_ID = b"x-request-id"
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_OVERLOADED = 529
 CLIENT_CLOSED_REQUEST = 499  # as in nginx; for the metrics only, since the client is gone
@@ -125,16 +127,22 @@ class HeadAsGet:
         await self._app(as_get, receive, send_head)
 
 
-def error_response(error: BaseException, path: str = "") -> Response:
-    """Returns the response to an exception, in the shape of the API that `path` belongs to."""
+def request_id_of(scope: Scope) -> str | None:
+    """Returns the id in the headers of a request: the client's or the front's. None: it did not
+    come through the front."""
+    return Headers(scope=scope).get(REQUEST_ID.decode())
+
+
+def error_response(error: BaseException, scope: Scope) -> Response:
+    """Returns the response to an exception, in the shape of the API that the path belongs to."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     api_error = to_api_error(error)
     if api_error.status == 500:
         logger.error("request failed", exc_info=error)
     body, status = api_error.body(), api_error.status
-    if path.startswith(ANTHROPIC_PATH):
-        body = api_error.anthropic_body()
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        body = api_error.anthropic_body(request_id_of(scope))
         if status == 503 and api_error.should_retry:
             status = _ANTHROPIC_OVERLOADED
     return Response(body, status, api_error.headers(), "application/json")
@@ -144,7 +152,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Makes every exception of a route a response in OpenAI's shape."""
 
     async def respond(request: Request, error: Exception) -> Response:
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope)
 
     async def respond_to_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -153,7 +161,7 @@ def install_error_handlers(app: FastAPI) -> None:
             404: (f"No such endpoint: {method} {path}.", "not_found"),
             405: (f"The method {method} is not allowed for {path}.", "method_not_allowed"),
         }.get(status, ("The request cannot be answered.", None))
-        response = error_response(ApiError(status, message, code=code), request.url.path)
+        response = error_response(ApiError(status, message, code=code), request.scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -162,9 +170,8 @@ def install_error_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         name = str(first["loc"][-1])
         message = f"{name}: {problem_of(first)}, got {shown(first.get('input'))}."
-        return error_response(
-            ApiError(400, message, param=name, code="invalid_value"), request.url.path
-        )
+        refused = ApiError(400, message, param=name, code="invalid_value")
+        return error_response(refused, request.scope)
 
     app.add_exception_handler(HTTPException, respond_to_http_error)
     app.add_exception_handler(RequestValidationError, respond_to_bad_query)

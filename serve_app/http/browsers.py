@@ -83,7 +83,7 @@ class _HostCheck:
                         "args.ingress.allowed_hosts.",
                         code="host_not_allowed",
                     )
-                    await error_response(refused, scope["path"])(scope, receive, send)
+                    await error_response(refused, scope)(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 

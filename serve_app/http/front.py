@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 from http import HTTPStatus
 
 from starlette.middleware import Middleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.config import IngressArgs, front_limits
@@ -25,13 +27,12 @@ from serve_app.errors import (
     ServiceUnavailableError,
 )
 from serve_app.http.arrivals import Arrivals
-from serve_app.http.asgi import ANTHROPIC_PATH, error_response
+from serve_app.http.asgi import ANTHROPIC_PATH, REQUEST_ID, error_response
 from serve_app.http.connection import install
 
 logger = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 
-_REQUEST_ID = b"x-request-id"
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # Instructions to Serve: to keep a request after its client disconnects, to choose a replica.
 _DROPPED = frozenset(
@@ -68,14 +69,14 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["headers"] = sanitize(scope["headers"])
         try:
             self._arrivals.check_header(scope)
-            scope["headers"] = sanitize(scope["headers"])
             receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:
             return
         except (ApiError, OverloadedError) as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            await _own_error(error, scope)(scope, receive, send)
             return
         try:
             await self._respond(scope, receive, send)
@@ -91,7 +92,7 @@ class FrontMiddleware:
             if not is_started:
                 is_started = True
                 if message["type"] == "http.response.start":
-                    _add_anthropic_id(scope, message)
+                    message["headers"] = [*message["headers"], *_anthropic_id(scope)]
                 if message["type"] == "http.response.start" and _is_from_serve(scope, message):
                     serve_error = message
                     return
@@ -105,26 +106,28 @@ class FrontMiddleware:
                 raise
             logger.exception("Serve failed on a request")
         if serve_error is not None:
-            await _client_error(serve_error, scope["path"])(scope, receive, send)
+            await _client_error(serve_error, scope)(scope, receive, send)
         elif not is_started:
             # The ingress answers every exception, so its process must have ended.
             error = ServiceUnavailableError(_MESSAGES[503])
-            await error_response(error, scope["path"])(scope, receive, send)
+            await _own_error(error, scope)(scope, receive, send)
 
 
 def sanitize(headers: Headers) -> Headers:
-    """Returns the headers without any that Serve would fail on or obey. An illegal request id is
-    dropped, so Serve makes a new one."""
+    """Returns the headers without any that Serve would fail on or obey, and with a request id: the
+    client's or, if it has none or an illegal one, a new one."""
     kept: Headers = []
     has_id = False
     for name, value in headers:
-        if name == _REQUEST_ID:
+        if name == REQUEST_ID:
             if has_id or _LEGAL_ID.fullmatch(value) is None:
                 continue
             has_id = True
         elif name in _DROPPED or (name in _DECODED and not _is_utf8(value)):
             continue
         kept.append((name, value))
+    if not has_id:
+        kept.append((REQUEST_ID, str(uuid.uuid4()).encode()))
     return kept
 
 
@@ -142,7 +145,7 @@ def _is_from_serve(scope: Scope, message: Message) -> bool:
     )
 
 
-def _client_error(start: Message, path: str) -> ASGIApp:
+def _client_error(start: Message, scope: Scope) -> Response:
     """Returns the response that replaces an error of Serve's, given the start of that error."""
     status = start["status"]
     headers = {bytes(name).lower(): bytes(value) for name, value in start["headers"]}
@@ -155,16 +158,18 @@ def _client_error(start: Message, path: str) -> ASGIApp:
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     message = _MESSAGES.get(status, "The request cannot be answered.")
     code = {429: "overloaded", 503: "unavailable", 500: "internal"}.get(status, code)
-    response = error_response(ApiError(status, message, kind, None, code, wait_s), path)
-    if (request_id := headers.get(_REQUEST_ID)) is not None:
-        response.headers["x-request-id"] = request_id.decode()
-        if path.startswith(ANTHROPIC_PATH):
-            response.headers["request-id"] = request_id.decode()
+    return _own_error(ApiError(status, message, kind, None, code, wait_s), scope)
+
+
+def _own_error(error: Exception, scope: Scope) -> Response:
+    """Returns the response to an error with the request's id, which Serve adds to its answers."""
+    response = error_response(error, scope)
+    own_id = dict(scope["headers"])[REQUEST_ID]
+    response.raw_headers += [(REQUEST_ID, own_id), *_anthropic_id(scope)]
     return response
 
 
-def _add_anthropic_id(scope: Scope, start: Message) -> None:
-    """Adds the request's id under the name that Anthropic's clients read."""
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        ids = [value for name, value in start["headers"] if bytes(name).lower() == _REQUEST_ID]
-        start["headers"] = [*start["headers"], *((b"request-id", value) for value in ids[:1])]
+def _anthropic_id(scope: Scope) -> Headers:
+    """Returns the request's id under the name that Anthropic's clients read, at their paths."""
+    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
+    return [(b"request-id", dict(scope["headers"])[REQUEST_ID])] if is_anthropic else []

@@ -34,6 +34,7 @@ class ResponseHead:
     model: str  # as the client wrote it
     created: int
     system_fingerprint: str
+    request_id: str | None = None  # in the headers; of events for errors in Anthropic's shape
 
     def to_json(self, *, is_chunk: bool) -> Json:
         suffix = ".chunk" if is_chunk and self.kind == "chat" else ""

@@ -133,7 +133,7 @@ class AuthenticationMiddleware:
                     scope["method"], scope["path"], scope["headers"]
                 )
             except (ApiError, ServiceUnavailableError) as error:
-                response = error_response(error, scope["path"])
+                response = error_response(error, scope)
                 if response.status_code == 401:
                     response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)

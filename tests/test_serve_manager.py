@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
@@ -13,6 +14,7 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
+from serve_app.control import fleet
 from serve_app.control.base_admin import change_base
 from serve_app.control.base_plan import MISSING_S, LastGood, plan, with_aliases
 from serve_app.control.base_status import is_refused, start_error, state_of
@@ -22,6 +24,7 @@ from serve_app.errors import ConflictError
 from serve_app.messages import BaseChange
 from serve_app.platform_view import PlatformView, Sources
 from tests.fakes_registry import FolderRegistry
+from tests.hostile_registry import Controller
 
 
 def base(name: str = "a", version: int = 1, alias: str | None = None) -> BaseVersion:
@@ -82,6 +85,20 @@ def test_auto_takes_the_gpu_that_the_cluster_has() -> None:
         )
     ]
     assert devices == ["cuda", "cpu", "cpu"]
+
+
+async def test_no_base_is_started_while_serve_shuts_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller()
+    monkeypatch.setattr(fleet, "serve", controller)
+    monkeypatch.setattr(fleet, "read_status", controller.status)
+    api = SimpleNamespace(message="", last_deployed_time_s=1.0, deployments={})
+    controller.apps["api"] = api  # with the manager; the base's application is gone already
+    catalog = Catalog((base(),))
+    wanted = plan([ModelArgs(name="a")], catalog, cluster_has_gpu=False)
+    bases = Fleet(Sources(partial(FolderRegistry, Path()), "no:engine"))
+    for api.status, names in (("DELETING", []), ("RUNNING", [wanted.specs[0].app_name])):
+        await bases.round(wanted, catalog, 0.0)
+        assert [*controller.apps] == ["api", *names]
 
 
 async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Path) -> None:

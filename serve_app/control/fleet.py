@@ -114,6 +114,9 @@ class Fleet:
 
     async def _start(self, specs: Sequence[BaseSpec], status: ServeStatus, now_s: float) -> None:
         """Starts the applications that are missing, then stops those of bases that sleep."""
+        apps = status.applications.values()
+        if apps and all(app.status == "DELETING" for app in apps):
+            return  # the application of this manager, too: Serve shuts down
         for spec in sorted(specs, key=lambda one: self.sleep.phase(one.base.digest) == "asleep"):
             app = status.applications.get(spec.app_name)
             if self.sleep.phase(spec.base.digest) == "asleep":

@@ -146,7 +146,7 @@ class DeviceSteps:
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(limits, pool, scratch, self._drawn, is_decode=False)
-        few_layers = model.layers_of_each_kind(kv)
+        self._few_layers = few_layers = model.layers_of_each_kind(kv)
         self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static, few_layers)
         sizes = piece_sizes(limits.max_tokens) if has_pieces else ()
         self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces, few_layers)
@@ -211,13 +211,13 @@ class DeviceSteps:
     def trace(self) -> None:
         """Runs every graph's step on meta tensors, which records the kernels that it launches."""
         for key in self._graph_keys():
-            self._run_static(key)
+            self._run_static(key, self._few_layers)
         for key in self._pieces.keys:
-            self._pieces.run(key)
+            self._pieces.run(key, few=True)
 
     def trace_batch(self, batch: ScheduledBatch) -> None:
         """Runs a step outside the graphs on meta tensors, without its copies to the host."""
-        logits, _ = self._run(self._write(batch), 0)
+        logits, _ = self._run(self._write(batch), 0, self._few_layers)
         assert logits is not None
         self._draw(logits, self._mixed.sampling(len(logits)))
 
@@ -257,7 +257,9 @@ class DeviceSteps:
         size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
         return self._mixed.write(batch, self._drawn_rows, kinds, size)
 
-    def _run(self, layout: StepLayout, number: int) -> tuple[torch.Tensor | None, _Prompts | None]:
+    def _run(
+        self, layout: StepLayout, number: int, layers: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor | None, _Prompts | None]:
         """Launches the step that was written last, with the same exchanges on every rank. Returns
         the logits [R, V] of the rows that sample, None without any."""
         count = layout.num_samples
@@ -268,7 +270,7 @@ class DeviceSteps:
         self._mixed.send(layout)
         inputs = self._mixed.inputs(layout)
         if layout.size is None:
-            hidden = self._model.forward(inputs, self._kv, self._pool)
+            hidden = self._model.forward(inputs, self._kv, self._pool, layers)
         else:
             hidden = self._pieces.forward(inputs, layout.num_tokens, layout.size)
         logits = None

@@ -3,14 +3,13 @@
 The binary of a kernel depends on the shapes of the base and of the pools and on thresholds in the
 number of tokens, so the list is that of steps of every number of tokens around a power of two, up
 to the largest step (all thresholds are powers of two; a test compares with every number). It
-follows the code: the step builder, the model and the kernels' launch functions run as under
-traffic, on tensors of the meta device, where a launch is recorded.
+follows the code: the step builder, the layers of the model that differ and the kernels' launch
+functions run as under traffic, on tensors of the meta device, where a launch is recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -35,11 +34,9 @@ from engine.warm_batches import (
     with_fitting,
     zero_adapters,
 )
-from engine.weight_shapes import layer_matrices
 from engine.weights import WeightBuilder
 from kernels.backend import Capability, traced_for
 from kernels.collective import SOLO, Traced
-from kernels.int4 import Int4Format
 from kernels.kernel_call import KernelCall
 from lora.adapter import Adapter
 from lora.pool import AdapterPool
@@ -64,23 +61,21 @@ def trace_kernels(
     meta = torch.device("meta")
     size = config.tensor_parallel_size  # all ranks have the same shapes, and so the same kernels
     shard = Shard(model, 0, size)
-    short_whole, int4 = _shortened(model, int4)
-    short_shard = Shard(short_whole, 0, size)
-    short = short_shard.config
-    layout = resolve_layout(short, config, max_model_len)
+    layout = resolve_layout(shard.config, config, max_model_len)
     limits = step_limits(config, shard.config, max_model_len, len(layout.groups))
     with traced_for(capability), recorded_calls() as calls, torch.inference_mode():
-        adapters: Sequence[Adapter] = ()
-        if config.adapter_pool_bytes != 0:
-            has_affine = config.affine_adapters
-            adapters = zero_adapters(short_shard.sites(), limits, has_affine=has_affine)
-        pool = _pool_with(adapters, config, shard.sites(), dtype)
         kv_dtype = resolve_kv_dtype(config, dtype, capability)
-        kv = allocate_kv_cache(short, layout, 1, kv_dtype, meta)
+        kv = allocate_kv_cache(shard.config, layout, 1, kv_dtype, meta)
         is_fp8 = config.quantization == "fp8"
-        weights = WeightBuilder(short_shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights
+        weights = WeightBuilder(shard, dtype, meta, is_fp8=is_fp8, int4=int4).weights
         ranks = SOLO if size == 1 else Traced(size)
-        traced = Model(short, weights, max_len=1, ranks=ranks)
+        traced = Model(shard.config, weights, max_len=1, ranks=ranks)
+        adapters: Sequence[Adapter] = ()
+        if config.adapter_pool_bytes != 0:  # adapters of all layers in int8 double the trace's time
+            few = {f"model.layers.{index}" for index in traced.layers_of_each_kind(kv)}
+            run = [s for s in shard.sites() if s.is_optional or s.name.rpartition(".")[0] in few]
+            adapters = zero_adapters(run, limits, has_affine=config.affine_adapters)
+        pool = _pool_with(adapters, config, shard.sites(), dtype)
         steps = DeviceSteps(traced, kv, pool, limits, has_pieces=config.piecewise_graphs)
         steps.mask_once()
         if not config.enforce_eager:
@@ -125,35 +120,3 @@ def _trace_batches(
         for num_tokens in step_sizes(limits.max_tokens):
             for shape in batch_shapes(num_tokens, limits):
                 yield make_batch(shape, owners, limits, 1, GREEDY)
-
-
-def _shortened(model: ModelConfig, int4: Int4Forms) -> tuple[ModelConfig, Int4Forms]:
-    """Returns the model with as many layers as differ in their kernels, and their matrices in 4
-    bits: all layers have the same shapes, some have a window or no positions, or matrices in other
-    forms; a second one has a predecessor."""
-    kinds: dict[tuple[object, ...], int] = {}
-    for index, (window, rope) in enumerate(zip(model.sliding_windows, model.ropes, strict=True)):
-        kinds.setdefault((window, rope is None, *_forms(model, index, int4)), index)
-    layers = list(kinds.values())
-    if len(layers) < model.num_layers:
-        layers.insert(0, layers[0])
-    short = replace(
-        model,
-        num_layers=len(layers),
-        sliding_windows=tuple(model.sliding_windows[i] for i in layers),
-        ropes=tuple(model.ropes[i] for i in layers),
-    )
-    forms = {
-        names[0]: form
-        for index, layer in enumerate(layers)
-        for names, form in zip(
-            layer_matrices(model, index).values(), _forms(model, layer, int4), strict=True
-        )
-        if form is not None
-    }
-    return short, forms
-
-
-def _forms(model: ModelConfig, index: int, int4: Int4Forms) -> list[Int4Format | None]:
-    """Returns the forms of a layer's matrices."""
-    return [int4.get(names[0]) for names in layer_matrices(model, index).values()]

@@ -101,9 +101,9 @@ class PiecewiseGraphs:
         self._run(key, crossing, lambda piece: pieces.append(record(piece, memory)))
         self._pieces[key] = tuple(pieces)
 
-    def run(self, key: GraphKey) -> None:
+    def run(self, key: GraphKey, *, few: bool = False) -> None:
         """Runs the pieces without graphs."""
-        self._run(key, self._new_crossing(), lambda piece: piece())
+        self._run(key, self._new_crossing(), lambda piece: piece(), few=few)
 
     def forward(self, inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
         """Computes `Model.forward` for the static inputs of `size`, of which `num_tokens` are

@@ -21,9 +21,10 @@ import torch
 
 from engine import device_step, kernel_trace, warm_batches
 from engine.config import EngineConfig, KVCacheDtype
-from engine.device_step import DeviceSteps
 from engine.int4_forms import Int4Forms, likely_forms, possible_forms
 from engine.kernel_trace import trace_kernels
+from engine.kv_cache import KVCache
+from engine.model import Model
 from engine.model_config import ModelConfig, parse_model_config
 from engine.step_inputs import StepLimits
 from engine.warm_batches import GREEDY, BatchShape, make_batch, step_sizes
@@ -354,26 +355,24 @@ def test_few_layers_launch_what_all_layers_launch(
         name = "llama-3-8b-gptq"
         forms = {n: form for n, form in likely_forms(model_named(name)).items() if ".31." not in n}
     config = EngineConfig("", "", adapter_pool_bytes=pool_bytes(model_named(name), 8))
-    found = {}
-    # No layer is left out before, and no step beside those of the graphs is traced.
-    monkeypatch.setattr(kernel_trace, "_shortened", lambda model, int4: (model, int4))
     monkeypatch.setattr(kernel_trace, "_trace_batches", lambda *_: iter(()))
     monkeypatch.setattr(device_step, "graph_sizes", lambda _: (1, 64, 256))
     monkeypatch.setattr(device_step, "piece_sizes", lambda _: (64, 1024))
-    for kind, trace in {"whole": DeviceSteps.trace, "few": trace_few_layers}.items():
-        monkeypatch.setattr(DeviceSteps, "trace", trace)
-        found[kind] = trace_kernels(config, model_named(name), torch.bfloat16, 4096, HOPPER, forms)
-    assert found["few"] == found["whole"]
+    of_each_kind = Model.layers_of_each_kind
 
+    def few(model: Model, kv: KVCache) -> tuple[int, ...]:
+        layers = of_each_kind(model, kv)
+        assert len(layers) < model.config.num_layers / 2
+        return layers
 
-def trace_few_layers(steps: DeviceSteps) -> None:
-    few = steps._model.layers_of_each_kind(steps._kv)
-    assert len(few) < steps._model.config.num_layers / 2
-    for key in steps._graph_keys():
-        steps._run_static(key, few)
-    pieces = steps._pieces
-    for key in pieces.keys:
-        pieces._run(key, pieces._new_crossing(), lambda piece: piece(), few=True)
+    def every(model: Model, kv: KVCache) -> tuple[int, ...]:
+        return tuple(range(model.config.num_layers))
+
+    found = []
+    for layers in (few, every):
+        monkeypatch.setattr(Model, "layers_of_each_kind", layers)
+        found.append(trace_kernels(config, model_named(name), torch.bfloat16, 4096, HOPPER, forms))
+    assert found[0] == found[1]
 
 
 def test_layers_in_other_forms_are_in_the_list() -> None:

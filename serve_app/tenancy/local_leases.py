@@ -41,11 +41,11 @@ class _Limit:
             self.offered = 0.0
 
     def pause(self, wait_s: float, now_s: float) -> None:
-        """Claims no more for so long, but again when the requests that it refused come back."""
-        told_s, was_dry_until_s = self.refused_until_s, self.dry_until_s
-        self.dry_until_s = now_s + min(max(wait_s, _DRY_S), _MAX_DRY_S)
-        if told_s > max(now_s, was_dry_until_s):
-            self.dry_until_s = min(self.dry_until_s, told_s)
+        """Claims no more for so long, or until the requests that it refused come back."""
+        until_s = now_s + min(max(wait_s, _DRY_S), _MAX_DRY_S)
+        if self.refused_until_s > max(now_s, self.dry_until_s):
+            until_s = min(until_s, self.refused_until_s)
+        self.dry_until_s = until_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -167,5 +167,5 @@ def _explanation(what: str, settings: Sequence[str], error: Exception) -> str:
         rows = [("device", total), ("held by this engine", held), ("free", free), *rows]
     table = "\n".join(f"  {name:<20}{size / GIB:>10.3f} GiB" for name, size in rows)
     # Torch's first sentences give the requested size; the others describe its allocator.
-    asked = ". ".join(str(error).split(". ")[:2])
+    asked = ". ".join(str(error).split(". ")[:2]) or type(error).__name__
     return f"out of memory while {what}: {asked}\n{table}\nchange {', '.join(settings)}"

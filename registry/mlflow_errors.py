@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -41,6 +42,7 @@ _BAD_REQUEST = frozenset(
         "CUSTOMER_UNAUTHORIZED",
     }
 )
+_PASSWORD = re.compile(r"(?<=://)([^\s/:@]*):[^\s/@]*@")  # of a URI in a text, with its user
 # The drivers that pass a URI's parameters to libpq.
 _LIBPQ_SCHEMES = frozenset({"postgresql", "postgresql+psycopg2", "postgresql+psycopg"})
 _STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions lasts seconds
@@ -107,8 +109,7 @@ def call(action: str, function: Callable[[], T]) -> T:
             if not has_lost or attempt == _WRITE_TRIES - 1:
                 raise _translated(action, error) from error
         except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
-            text = str(error).splitlines()[0][:500]
-            raise RegistryUnavailableError(f"{action}: {text}") from error
+            raise RegistryUnavailableError(f"{action}: {_first_line(error)}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
             is_full = error.errno in NO_SPACE
             kind = CacheFullError if is_full else RegistryUnavailableError
@@ -125,9 +126,14 @@ def call(action: str, function: Callable[[], T]) -> T:
 
 
 def _translated(action: str, error: MlflowException) -> RegistryError:
-    text = f"{action}: {str(error).splitlines()[0][:500]}"
+    text = f"{action}: {_first_line(error)}"
     if error.error_code == "RESOURCE_DOES_NOT_EXIST":
         return NotFoundError(text)
     if error.error_code in _BAD_REQUEST:
         return RegistryError(text)
     return RegistryUnavailableError(text)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error of MLflow's, which names the URI, without a password."""
+    return _PASSWORD.sub(r"\1@", str(error).splitlines()[0])[:500]

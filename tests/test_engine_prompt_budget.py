@@ -148,6 +148,17 @@ def test_the_read_of_the_weights_is_estimated_from_large_steps_alone() -> None:
     assert cost.weights_s >= 0.001
 
 
+def test_a_measured_step_of_one_sequence_is_not_made_shorter_by_large_ones() -> None:
+    """Where the host launches steps with prompts, a token of these costs more than a sequence."""
+    cost = StepCost()
+    for i in range(300):
+        cost.observe(0, 1, 0.005)
+        cost.observe(0, 256, 0.0055)
+        if i > 6:
+            cost.observe(128, 1, 0.016)
+    assert cost.weights_s == pytest.approx(cost.decode_s(1), rel=0.01)
+
+
 def test_a_long_queue_of_prompts_gets_larger_and_larger_steps() -> None:
     cost = measured()
     counts = [prompt_budget(CONFIG, cost, 32, 64, n) for n in (0, 20_000, 100_000, 4_000_000)]

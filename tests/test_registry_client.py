@@ -410,3 +410,16 @@ def test_a_database_in_memory_makes_no_file(
     create_sqlite("sqlite:///:memory:", "artifacts")
     create_sqlite("sqlite:///file:here.db?mode=rwc&uri=true", "artifacts")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreachable_server_is_named_without_its_password() -> None:
+    """MLflow's own text has the whole URI."""
+    url = "http://user:secret@127.0.0.1:9/api/2.0/mlflow: failed"
+
+    def fail() -> None:
+        raise MlflowException(f"API request to {url} with exception")
+
+    with pytest.raises(RegistryUnavailableError) as raised:
+        call("listing models", fail)
+    assert "secret" not in str(raised.value)
+    assert "http://user@127.0.0.1:9/api/2.0/mlflow" in str(raised.value)

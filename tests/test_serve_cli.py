@@ -516,7 +516,7 @@ def test_doctor_counts_the_memory_of_its_container(
         assert memory["words"] == shown
 
 
-def test_doctor_looks_at_the_registry_that_it_is_told(
+def test_doctor_looks_at_the_registry_of_its_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = embedded_uri(tmp_path / "other")

@@ -18,6 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.config import IngressArgs
+from serve_app.errors import ApiError
+from serve_app.http.arrivals import Arrivals
 from serve_app.http.asgi import SseResponse
 from serve_app.http.connection import FrontProtocol
 from serve_app.http.front import FrontMiddleware
@@ -215,6 +217,20 @@ async def test_headers_too_long_or_too_many_are_answered_with_431(headers: bytes
         assert error_of(body)["type"] == "invalid_request_error"
         assert await client.is_closed()
         assert not server.app.scopes
+
+
+@pytest.mark.parametrize("own", [b"", b"x-request-id: abc\r\n"])
+async def test_a_request_id_does_not_count_among_the_headers(own: bytes) -> None:
+    async with serving() as server:
+        client = await server.connect()
+        raw = b"GET /echo HTTP/1.1\r\nhost: a\r\n" + own + b"a: b\r\n" * 99 + b"\r\n"
+        assert (await client.ask(raw))[0] == 200
+        scope = server.app.scopes[0]
+        assert len(scope["headers"]) == 101
+        Arrivals(QUICK).check_header(scope)  # as an ingress does
+        scope["headers"].append((b"a", b"b"))
+        with pytest.raises(ApiError, match="more than 100 headers"):
+            Arrivals(QUICK).check_header(scope)
 
 
 async def test_a_slow_body_is_answered_with_408_and_never_reaches_the_application() -> None:

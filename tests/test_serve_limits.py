@@ -307,7 +307,7 @@ def test_the_reset_headers_of_a_refusal_agree_with_its_retry_after() -> None:
         # Half a second of 600 per minute is 5 tokens: the other 95 come back in 9.5 s, all in 10 s.
         await limits.admit(world.caller, 100)
         assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "10s"
-        for tokens in (10, 200, 400):  # a debt admits none, however small, and then any
+        for tokens in (10, 200, 400):  # a debt refuses all of them, and its end admits any
             with pytest.raises(RateLimitError) as refused:
                 await limits.admit(world.caller, tokens)
             assert refused.value.headers()["Retry-After"] == "10"
@@ -319,6 +319,23 @@ def test_the_reset_headers_of_a_refusal_agree_with_its_retry_after() -> None:
             assert 9 <= at.timestamp() - time.time() <= 11
         await asyncio.sleep(60.0)
         assert limits.headers(world.caller)["x-ratelimit-reset-tokens"] == "0ms"
+
+    world.run(scenario())
+
+
+def test_tokens_that_were_expected_and_not_used_pay_the_debt_of_their_request() -> None:
+    world = World(KeyPolicy(tokens_per_minute=600), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        charge = await limits.admit(world.caller, 1000)
+        await asyncio.sleep(0.2)
+        charge.settle(100)
+        with pytest.raises(RateLimitError) as refused:
+            await limits.admit(world.caller, 1000)
+        assert 8 < refused.value.wait_s < 10  # for the 100, less the 5 of the bucket
+        await asyncio.sleep(refused.value.wait_s + 0.3)
+        await limits.admit(world.caller, 1000)
 
     world.run(scenario())
 

@@ -116,7 +116,7 @@ class Fleet:
         """Starts the applications that are missing, then stops those of bases that sleep."""
         apps = status.applications.values()
         if apps and all(app.status == "DELETING" for app in apps):
-            return  # the application of this manager, too: Serve shuts down
+            return  # Serve shuts down: the application of this manager is among them
         for spec in sorted(specs, key=lambda one: self.sleep.phase(one.base.digest) == "asleep"):
             app = status.applications.get(spec.app_name)
             if self.sleep.phase(spec.base.digest) == "asleep":

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope
 
 from serve_app.config import IngressArgs
 from serve_app.errors import ApiError, ClientGoneError, OverloadedError
-from serve_app.http.asgi import too_long
+from serve_app.http.asgi import REQUEST_ID, too_long
 
 MIN_BYTES_PER_S = 16 * 1024
 # Not charged to the byte budget, which is for large bodies; small bodies are bounded in number.
@@ -34,8 +34,12 @@ class Arrivals:
         self.num_bytes = 0  # charged, including complete bodies that have not been read
 
     def check_header(self, scope: Scope) -> None:
-        """Raises ApiError with 431 for headers that are too long or too many."""
-        headers, max_bytes = scope["headers"], self._args.max_header_bytes
+        """Raises ApiError with 431 for headers that are too long or too many, without the one of a
+        request id, which the front adds where a client has none."""
+        headers, max_bytes = [*scope["headers"]], self._args.max_header_bytes
+        own = next((header for header in headers if header[0] == REQUEST_ID), None)
+        if own is not None:
+            headers.remove(own)
         words = ""
         if len(headers) > MAX_HEADERS:
             words = f"The request has more than {MAX_HEADERS} headers."

@@ -69,9 +69,10 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        received = dict(scope)  # with the headers that the client sent: these are counted
         scope["headers"] = sanitize(scope["headers"])
         try:
-            self._arrivals.check_header(scope)
+            self._arrivals.check_header(received)
             receive = await self._arrivals.receive_body(scope, receive)
         except ClientGoneError:
             return

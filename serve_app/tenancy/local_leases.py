@@ -72,21 +72,27 @@ class _Rate(_Limit):
         return self.balance + _ROUNDING < amount
 
     def ready_s(self, is_away: bool) -> float:
-        """Returns when it admits a request of any number of tokens, if no other comes first;
-        without the manager within a minute, in which that comes back."""
+        """Returns when it admits a request of any number of tokens, if no other comes first.
+        Without the manager that is within a minute, in which another manager starts."""
         if is_away:
             lacking_s = (self.least - self.balance) / self.alone if self.alone else math.inf
             return self.credited_s + min(lacking_s, 60.0)
-        lacking_s = (self.least - self.remaining) * 60 / self.limit if self.limit else 60.0
-        return self.credited_s + lacking_s
+        lacking = self.least - self.remaining
+        if self.remaining < 0:  # the claim for the request pays a part of the debt
+            lacking -= max(0.0, self.balance - self.least)
+        return self.credited_s + (lacking * 60 / self.limit if self.limit else 60.0)
 
     def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
         """`waiting`: the amounts that requests wait for, the first first."""
         self.measure(elapsed_s)
         wanted = self.demand * LEASE_S
+        # The manager grants nothing while the key is in debt: a request that used less than was
+        # expected has left an amount here that pays it.
+        is_owed = self.remaining < 0 and next(iter(waiting), 0.0) > self.balance
+        kept = 0.0 if is_owed else math.inf if waiting else wanted
         returned = 0.0
-        if not waiting and not self.was_alone and self.balance > wanted + self.least:
-            returned = self.balance - wanted
+        if not self.was_alone and self.balance > kept + self.least:
+            returned = self.balance - kept
             if self.least:  # a part of a request is of no use
                 returned = math.floor(returned)
             self.balance -= returned

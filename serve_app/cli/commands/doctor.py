@@ -70,7 +70,7 @@ def doctor(
             match = config.close_match(value, known)
             raise Failure(f"{option} is {value}: known are {', '.join(known)}{match}")
     if base is not None and tracking_uri is not None:
-        raise Failure("--tracking-uri is for the check of this machine: leave out --base or it")
+        raise Failure("--base and --tracking-uri exclude each other: a folder needs no registry")
     if base is not None and not base.is_dir():
         raise Failure(f"--base {base} is not a folder")
     table = Table(box=None, padding=(0, 1), show_header=False)

@@ -19,6 +19,7 @@ from engine.resolved import resolve_kv_dtype
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from kernels.e4m3 import E4M3, to_cached
+from lora.pool import AdapterPool
 from tests.engine_helpers import (
     BLOCK_SIZE,
     Job,
@@ -227,6 +228,30 @@ def test_a_rank_that_cannot_compare_the_base_gives_its_reason(
     monkeypatch.setattr("engine.parallel.group._MAIN", main)
     with pytest.raises(EngineError, match=words):
         make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=2)
+
+
+def take_memory_from_the_last_rank() -> None:
+    compare = Rank.compare_kv
+
+    def compare_or_fail(self: Rank, pool: AdapterPool) -> KVChange:
+        return _without_memory() if self.shard.rank == 3 else compare(self, pool)
+
+    Rank.compare_kv = compare_or_fail  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_rank_comes_before_the_broken_exchanges_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base", num_attention_heads=4, num_key_value_heads=4)
+    main = follower_main(
+        "from tests.test_engine_kv_e4m3 import take_memory_from_the_last_rank; "
+        "take_memory_from_the_last_rank()"
+    )
+    monkeypatch.setattr("engine.parallel.group._MAIN", main)
+    words = "rank 3 of 4 could not compare the types of KV: EngineMemoryError: no memory is left"
+    with pytest.raises(EngineError, match=words):
+        make_runner(base, kv_cache_dtype="fp8", tensor_parallel_size=4, num_threads=1)
 
 
 @pytest.mark.slow

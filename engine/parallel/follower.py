@@ -24,6 +24,7 @@ import torch
 from engine.block_copies import FollowerBlockCopier, open_block_copies
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
+from engine.errors import EngineError
 from engine.kv_cache import KVCache
 from engine.parallel.adapters import FollowerPool
 from engine.parallel.channel import Link, StepSegment
@@ -104,7 +105,7 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     try:
         rank.load()
     except Exception as error:
-        link.send({"error": f"{type(error).__name__}: {error}"})
+        link.send(_refusal(error))
         raise
     link.send({})
     link.receive()  # every rank has its weights, and the kernels are compiled
@@ -114,11 +115,18 @@ def _serve(link: Link, opening: dict[str, Any], segment: StepSegment) -> None:
     except (EOFError, OSError):
         raise
     except Exception as error:
-        link.send({"error": f"{type(error).__name__}: {error}"})
+        link.send(_refusal(error))
         raise
     link.send({})
     while True:
         server.obey(*link.receive())
+
+
+def _refusal(error: Exception) -> dict[str, Any]:
+    """Returns the answer of a rank that cannot do its part. An error of ours is the cause; others
+    may follow from it, in an exchange with the rank that has failed."""
+    is_cause = isinstance(error, EngineError)
+    return {"error": f"{type(error).__name__}: {error}", "is_cause": is_cause}
 
 
 def _open_server(link: Link, config: EngineConfig, rank: Rank, segment: StepSegment) -> _Server:

@@ -69,6 +69,19 @@ class _Follower:
     process: subprocess.Popen[bytes]
     link: Link
 
+    def has_answered(self, within_s: float) -> bool:
+        """Returns True if it has sent something, or has ended."""
+        poll = select.poll()
+        poll.register(self.link.fileno(), select.POLLIN)
+        return bool(poll.poll(1000 * within_s))
+
+    def answer(self) -> dict[str, Any] | None:
+        """Returns its next message; None: it has ended."""
+        try:
+            return self.link.receive()[0]
+        except (EOFError, OSError):
+            return None
+
 
 class Group:
     """Owned by the first rank. One thread calls it, except for `close`."""
@@ -254,25 +267,35 @@ class Group:
         answers = []
         for follower in self._followers:
             self._await_answer(follower, what)
-            try:
-                answer, _ = follower.link.receive()
-            except (EOFError, OSError):
-                code = follower.process.wait(_EXIT_S)
-                own = f"rank {follower.rank} of {self.size} died with exit code {code}"
-                # The watcher kills all ranks for the fault of a single rank.
-                reason = own if self._death is None else str(self._death)
-                raise EngineError(f"{reason} before it could {what}") from None
-            if (error := answer.get("error")) is not None:
-                raise EngineError(f"rank {follower.rank} of {self.size} could not {what}: {error}")
+            answer = follower.answer()
+            if answer is None or "error" in answer:
+                raise self._start_error(what, follower, answer)
             answers.append(answer)
         return answers
+
+    def _start_error(
+        self, what: str, follower: _Follower, answer: dict[str, Any] | None
+    ) -> EngineError:
+        """Returns the error of a rank that refuses, or has ended without an answer. The watcher
+        kills all ranks for the fault of a single rank, and in an exchange they fail with it: the
+        answers of the ranks behind this one are read, too."""
+        found = [(follower, answer)]
+        ends_s = time.monotonic() + _NOTICE_S
+        for other in self._followers[follower.rank :]:
+            if other.has_answered(max(0.0, ends_s - time.monotonic())):
+                found.append((other, other.answer()))
+        refused = [(one, said) for one, said in found if said is not None and "error" in said]
+        if refused:
+            one, said = max(refused, key=lambda pair: bool(pair[1]["is_cause"]))
+            return EngineError(f"rank {one.rank} of {self.size} could not {what}: {said['error']}")
+        code = follower.process.wait(_EXIT_S)
+        own = f"rank {follower.rank} of {self.size} died with exit code {code}"
+        return EngineError(f"{own if self._death is None else self._death} before it could {what}")
 
     def _await_answer(self, follower: _Follower, what: str) -> None:
         """Returns when the rank has sent something, or has ended."""
         began_s = polled_s = time.monotonic()
-        poll = select.poll()
-        poll.register(follower.link.fileno(), select.POLLIN)
-        while not poll.poll(1000 * BEAT_S):
+        while not follower.has_answered(BEAT_S):
             hang = self._hang(follower, polled_s, began_s, _START_SILENCE_S)
             if hang is not None:
                 raise EngineError(f"{hang} before it could {what}")

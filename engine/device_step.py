@@ -228,7 +228,12 @@ class DeviceSteps:
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
         layout = self._write(batch)
         # The parameters belong to a sequence: its rows, many with a draft, need no check.
-        special = [p for p in batch.sequences if p.samples and not p.sequence.draws_plainly]
+        special = [
+            part
+            for part in batch.sequences
+            if part.samples
+            and not (part.sequence.draws_plainly and part.sequence.grammar_state is None)
+        ]
         is_late = any(map(draws_late, special))
         if is_late or any(map(changes_logits, special)):
             layout = replace(layout, all_draw=False)

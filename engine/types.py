@@ -244,14 +244,14 @@ class Sequence:
     engine_s: float = 0.0  # share of the time of steps; 0 again once reported
     output_weight: float = 0.0  # of a row with one token in the shares of a step
     num_prompt_tokens: int = field(init=False)
-    draws_plainly: bool = field(init=False)  # without changed logits and log-probabilities
+    draws_plainly: bool = field(init=False)  # but for a grammar's masks; without log-probabilities
 
     def __post_init__(self) -> None:
         self.output_weight = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * self.request.adapter_rank)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         params = self.request.params
-        is_changed = params.grammar or params.logit_bias or params.min_tokens
-        self.draws_plainly = not (is_changed or params.has_penalties or params.logprobs is not None)
+        is_changed = params.logit_bias or params.min_tokens or params.has_penalties
+        self.draws_plainly = not is_changed and params.logprobs is None
 
     @property
     def num_output_tokens(self) -> int:

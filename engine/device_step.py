@@ -228,14 +228,9 @@ class DeviceSteps:
     def _launch(self, batch: ScheduledBatch) -> DeviceStep:
         layout = self._write(batch)
         # The parameters belong to a sequence: its rows, many with a draft, need no check.
-        special = [
-            part
-            for part in batch.sequences
-            if part.samples
-            and not (part.sequence.draws_plainly and part.sequence.grammar_state is None)
-        ]
-        is_late = any(map(draws_late, special))
-        if is_late or any(map(changes_logits, special)):
+        drawing = [part for part in batch.sequences if part.samples]
+        is_late = any(map(draws_late, drawing))
+        if is_late or any(map(changes_logits, drawing)):
             layout = replace(layout, all_draw=False)
         inputs = self._decode if layout.is_decode else self._mixed
         number = 0
@@ -245,7 +240,7 @@ class DeviceSteps:
             in_step = self._group.launch(layout, inputs.words(layout))
         with in_step:
             logits, prompts = self._run(layout, number)
-        has_logprobs = any(part.sequence.request.params.logprobs is not None for part in special)
+        has_logprobs = any(part.sequence.request.params.logprobs is not None for part in drawing)
         undrawn = _Undrawn(logits, batch, layout, inputs, has_logprobs)
         self._drawn_rows = {}
         if is_late:

@@ -31,6 +31,7 @@ NO_MEMORY = "the device has no memory for a step of this request"
 OUTPUT_TOKEN = 2.0
 PROMPT_RANK, OUTPUT_RANK = 0.054 / 16, 0.16 / 16
 
+
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 # Drafts: none, as long as they match, or only where they are expected to save time.
 SpeculationMode = Literal["off", "suffix", "auto"]
@@ -244,14 +245,10 @@ class Sequence:
     engine_s: float = 0.0  # share of the time of steps; 0 again once reported
     output_weight: float = 0.0  # of a row with one token in the shares of a step
     num_prompt_tokens: int = field(init=False)
-    draws_plainly: bool = field(init=False)  # but for a grammar's masks; without log-probabilities
 
     def __post_init__(self) -> None:
         self.output_weight = OUTPUT_TOKEN * (1.0 + OUTPUT_RANK * self.request.adapter_rank)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        params = self.request.params
-        is_changed = params.logit_bias or params.min_tokens or params.has_penalties
-        self.draws_plainly = not is_changed and params.logprobs is None
 
     @property
     def num_output_tokens(self) -> int:

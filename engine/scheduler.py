@@ -161,7 +161,7 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, samples: ListLike[Sample]) -> None:
         """Records the tokens of a step. The device may wait for it: outputs are made later."""
         for item, sample in zip(batch.sequences, samples, strict=True):
-            if item.sequence.block_table:  # it runs
+            if _is_running(item.sequence):
                 self._commit_one(item, sample)
 
     def fail(self, batch: ScheduledBatch, error: str) -> None:
@@ -205,10 +205,10 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             sequence = self._running[index]
             index += 1
-            if sequence.num_tokens_in_flight and awaits_last(sequence, self._max_model_len):
+            if awaits_last(sequence, self._max_model_len):
                 continue
             start = sequence.num_scheduled_tokens
-            num_left = count = len(sequence.token_ids) + sequence.num_tokens_in_flight - start
+            num_left = count = sequence.num_tokens - start
             assert count > 0
             if num_left > 1:
                 # One token is left for each younger sequence: an old prompt that was admitted late,

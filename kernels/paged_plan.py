@@ -196,14 +196,13 @@ def write_decode_work(out: Ints, kv_lens: Ints, shape: HeadShape, queries: Ints)
     """Fills `out` as `write_work` does, for decodes: sequences with so many queries. Padding has 0
     keys."""
     is_few = int(np.count_nonzero(kv_lens)) * shape.num_kv_heads <= FEW
-    order = (-kv_lens).argsort(kind="stable")
-    ordered = kv_lens[order]
-    if ordered[0] > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
+    if kv_lens.max() > (MIN_CHUNK_OF_FEW if is_few else MIN_CHUNK):
         num_items = _write_items(out, np.arange(len(kv_lens)), kv_lens, is_few, queries)
     else:  # an item each
         num_items = len(kv_lens)
         items = out[HEADER : HEADER + ITEM * num_items].reshape(-1, ITEM)
-        items[:, 0], items[:, 1], items[:, 2], items[:, 3] = order, 0, ordered, 1
+        order = (-kv_lens).argsort(kind="stable")
+        items[:, 0], items[:, 1], items[:, 2], items[:, 3] = order, 0, kv_lens[order], 1
     out[:HEADER] = (num_items, len(kv_lens), is_few, 0)
     return WorkCounts(num_items, 0)
 

@@ -88,7 +88,8 @@ class _Rate(_Limit):
         wanted = self.demand * LEASE_S
         # The manager grants nothing while the key is in debt: a request that used less than was
         # expected has left an amount here that pays it.
-        is_owed = self.remaining < 0 and next(iter(waiting), 0.0) > self.balance
+        first = next(iter(waiting), 0.0)
+        is_owed = self.remaining < 0 and first > self.balance
         kept = 0.0 if is_owed else math.inf if waiting else wanted
         returned = 0.0
         if not self.was_alone and self.balance > kept + self.least:
@@ -98,7 +99,7 @@ class _Rate(_Limit):
             self.balance -= returned
         want = max(0.0, wanted - self.balance)
         need = max(0.0, sum(waiting) - self.balance) if waiting else 0.0
-        least = max(0.0, next(iter(waiting), 0.0) - self.balance)
+        least = max(0.0, first - self.balance)
         self.wanted = max(want, need)
         return Claim(
             *(self.limit, need, least, self.wanted, self.demand, returned, 0.0),

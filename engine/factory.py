@@ -15,9 +15,8 @@ from engine.config import EngineConfig
 from engine.core import Engine
 from engine.grammars import Grammars
 from engine.runner import ModelRunner
-from engine.service import AdapterReader, AsyncEngine
+from engine.service import NUM_READERS, AdapterReader, AsyncEngine
 from lora.convert import compute_alone
-from lora.header import ReadBuffer
 from lora.page_image import PackedAdapter
 
 T = TypeVar("T")
@@ -29,16 +28,11 @@ class FolderReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        # The buffers that no thread reads into. The first has room for an adapter of rank 16, whose
-        # file is in 16 bits also where the pool is in int8.
-        pool = runner.adapters
-        self._buffers = deque([ReadBuffer(pool.page_bytes * (2 if pool.is_int8 else 1))])
+        # The buffers that no thread reads into.
+        self._buffers = deque(runner.make_read_buffer() for _ in range(NUM_READERS))
 
     def read(self, digest: str, path: str) -> Callable[[], object]:
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = ReadBuffer()
+        buffer = self._buffers.pop()
 
         def read() -> PackedAdapter:
             compute_alone()

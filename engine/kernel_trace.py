@@ -39,6 +39,7 @@ from kernels.backend import Capability, traced_for
 from kernels.collective import SOLO, Traced
 from kernels.kernel_call import KernelCall
 from lora.adapter import Adapter
+from lora.file_packer import trace_copies
 from lora.pool import AdapterPool
 from lora.sites import Site
 
@@ -53,9 +54,9 @@ def trace_kernels(
     capability: Capability,
     int4: Int4Forms = NO_INT4,
 ) -> frozenset[KernelCall]:
-    """Returns every kernel that steps of this configuration launch, on a device of the compute
-    capability; none is needed here. `int4`: the matrices that stay in 4 bits. Takes about a second
-    for Llama-3-8B."""
+    """Returns every kernel that steps of this configuration and loads of adapters launch, on a
+    device of the compute capability; none is needed here. `int4`: the matrices that stay in 4 bits.
+    Takes about a second for Llama-3-8B."""
     from kernels.triton_launch import recorded_calls
 
     meta = torch.device("meta")
@@ -76,6 +77,8 @@ def trace_kernels(
             run = [s for s in shard.sites() if s.is_optional or s.name.rpartition(".")[0] in few]
             adapters = zero_adapters(run, limits, has_affine=config.affine_adapters)
         pool = _pool_with(adapters, config, shard.sites(), dtype)
+        if adapters and size == 1 and not pool.is_int8:
+            trace_copies(dtype)
         steps = DeviceSteps(traced, kv, pool, limits, has_pieces=config.piecewise_graphs)
         steps.mask_once()
         if not config.enforce_eager:

@@ -44,7 +44,7 @@ from kernels.collective import SOLO
 from kernels.compilations import num_late_compilations, watch_compilations
 from kernels.kernel_call import KernelCall
 from kernels.lora_plan import MAX_RANK_PAGES, PAGE_ROWS
-from lora.adapter import read_adapter
+from lora.file_packer import FilePacker
 from lora.header import ReadBuffer
 from lora.page_image import PackedAdapter
 from lora.pool import AdapterPool
@@ -112,6 +112,13 @@ class ModelRunner:
         if self.group is not None:
             self._base_parameter = base_reader(rank.folder, self.model_config)
         self.adapters = self._make_pool(config)
+        self._packer = FilePacker(
+            self.adapters,
+            self._whole_sites,
+            config.max_lora_rank,
+            self._base_parameter,
+            has_plans=rank.is_cuda and self.group is None,
+        )
         if self.group is not None:
             self.group.send({"pool_bytes": self._pool_bytes})
         self._check_kv_rounding(config)
@@ -176,10 +183,11 @@ class ModelRunner:
         """Reads, checks and packs an adapter for the device, in any thread, through the buffer.
         Raises AdapterError."""
         with torch.cuda.stream(self._beside):
-            adapter = read_adapter(
-                path, digest, self._whole_sites, self._max_lora_rank, self._base_parameter, buffer
-            )
-        return self.adapters.pack(adapter)
+            return self._packer.pack(digest, path, buffer or ReadBuffer())
+
+    def make_read_buffer(self) -> ReadBuffer:
+        """Returns a buffer for `read_adapter`."""
+        return self._packer.make_buffer()
 
     def load_adapter(self, digest: str, path: Path) -> tuple[str, ...]:
         """Reads and inserts an adapter between steps. Returns the digests dropped from the host

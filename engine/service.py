@@ -24,7 +24,7 @@ from engine.types import EngineLoad, Request, Resident, StepOutput, TokenOutput
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_NUM_READERS = 2  # threads that read adapter files
+NUM_READERS = 2  # threads that read adapter files
 
 Output = TokenOutput | EngineDeadError
 Outputs = asyncio.Queue[Output]
@@ -64,7 +64,7 @@ class AsyncEngine(EngineLoop):
     def __init__(self, engine: Engine, reader: AdapterReader) -> None:
         super().__init__(engine)
         self._reader = reader
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-reader")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loading: dict[str, Future[None]] = {}
         self._loading_lock = threading.Lock()
         # By request id, of the open generators: written by their event loops.

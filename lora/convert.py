@@ -70,11 +70,17 @@ def fits(numbers: torch.Tensor, scale: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowsCopy:
-    """Numbers of one matrix on their way into rows."""
+    """Numbers of one matrix on their way into rows, of which further columns become zeros."""
 
     rows: torch.Tensor  # [r, width], each row contiguous
-    numbers: torch.Tensor  # [r, width] of any strides and type
+    numbers: torch.Tensor  # [r, width or less] of any strides and type
     scale: float = 1.0
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The rows as far as there are numbers; a view."""
+        width = self.numbers.shape[1]
+        return self.rows if width == self.rows.shape[1] else self.rows[:, :width]
 
 
 def copy_rows(copies: Sequence[RowsCopy]) -> None:
@@ -101,6 +107,9 @@ def _copy(copies: Sequence[RowsCopy]) -> None:
     # Three dimensions avoid torch's copy for transposed matrices of one type: it lasts twice as
     # long.
     torch._foreach_copy_(
-        [copy.rows.unsqueeze(0) for copy in (*plain, *scaled)],
+        [copy.target.unsqueeze(0) for copy in (*plain, *scaled)],
         [number.unsqueeze(0) for number in numbers],
     )
+    for copy in copies:
+        if copy.numbers.shape[1] < copy.rows.shape[1]:
+            copy.rows[:, copy.numbers.shape[1] :].zero_()

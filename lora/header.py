@@ -8,6 +8,7 @@ so that later reads are of the checked file. Free of adapters.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,10 @@ import torch
 
 from lora.convert import in_turns, spread
 from lora.errors import AdapterError
-from lora.pinned_memory import map_memory
+from lora.pinned_memory import map_memory, register
 from lora.untrusted import parse_object, read_up_to, shown, shown_value
+
+logger = logging.getLogger(__name__)
 
 # No other thread runs during the parse: 20 to 40 ms for 2 MiB. A base of 126 layers, all of them
 # adapted, needs 0.3 MiB.
@@ -27,8 +30,9 @@ _MAX_HEADER_BYTES = 2 * 1024 * 1024
 _MAX_TENSORS = 16384
 _MAX_DIMENSIONS = 8
 _CHUNK_BYTES = 4 * 1024 * 1024  # read and checked at a time: it stays in the processor's cache
-_MAX_KEPT_BYTES = 256 * 1024 * 1024  # of a buffer between two files
+_MAX_KEPT_BYTES = 512 * 1024 * 1024  # of a buffer between two files
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_TYPES = tuple(_TYPES.values())  # of an adapter's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +47,34 @@ class ReadBuffer:
     """Memory for the tensors of one file at a time, kept for the next file: to read 84 MB into new
     memory lasts 48 ms, into memory in use 7 ms. One thread uses it at a time."""
 
-    def __init__(self, num_bytes: int = 0) -> None:
-        """`num_bytes`: the expected need of the first files."""
-        self._memory = map_memory(min(num_bytes, _MAX_KEPT_BYTES)).zero_()
+    def __init__(self, num_bytes: int = 0, *, is_pinned: bool = False) -> None:
+        """`num_bytes`: the expected need of the first files. `is_pinned`: the memory is
+        page-locked, so that a CUDA device reads it."""
+        self.is_pinned = is_pinned
+        self._memory = self._make(min(num_bytes, _MAX_KEPT_BYTES)).zero_()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Returns [num_bytes] uint8 of any content, which the next call returns again."""
+        """Returns [num_bytes] uint8 of any content, at the start of a page, which the next call
+        returns again. A larger one is kept by the caller while it is used."""
         if num_bytes <= self._memory.numel():
             return self._memory[:num_bytes]
-        memory = map_memory(num_bytes)
+        memory = self._make(num_bytes)
         if num_bytes <= _MAX_KEPT_BYTES:
             self._memory = memory
+        return memory
+
+    def keeps(self, num_bytes: int) -> bool:
+        """Returns True if the memory for so many bytes is that of the last call of `take`."""
+        return num_bytes <= self._memory.numel()
+
+    def _make(self, num_bytes: int) -> torch.Tensor:
+        memory = map_memory(num_bytes)
+        if self.is_pinned and num_bytes:
+            try:
+                register(memory.zero_())
+            except RuntimeError as error:  # a limit of the system
+                self.is_pinned = False
+                logger.warning("adapters are read without page-locked memory: %s", error)
         return memory
 
 
@@ -64,6 +85,16 @@ class _Chunk:
     begin: int  # bytes after the header
     start: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The places of a file's tensors in a buffer."""
+
+    starts: Mapping[str, int]  # bytes, in the order of the file
+    chunks: tuple[_Chunk, ...]  # to read at a time
+    num_bytes: int
+    dtype: torch.dtype | None  # of all tensors; None: there are several, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +122,21 @@ class TensorFile:
         Also returns a bound of the magnitude of all their numbers: infinite if one of them is not
         finite, or if they have several types, and each tensor has to be looked at.
         """
+        layout = self.lay_out(keys)
+        data = buffer.take(layout.num_bytes)
+        bounds = spread(lambda chunk: self._read_chunk(chunk, data, layout.dtype), layout.chunks)
+        typed = {
+            name: data[: layout.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            for name, dtype in _TYPES.items()
+        }
+        tensors = {
+            key: _view(typed, self.entries[key], start)
+            for key, start in in_turns(layout.starts.items())
+        }
+        return tensors, max(bounds, default=0.0)
+
+    def lay_out(self, keys: Iterable[str]) -> BufferLayout:
+        """Returns the places at which `read_all` puts tensors."""
         ordered = sorted(keys, key=lambda key: self.entries[key].begin)
         starts: dict[str, int] = {}
         runs: list[_Chunk] = []
@@ -106,18 +152,18 @@ class TensorFile:
             else:
                 runs.append(_Chunk(entry.begin, start, size))
             end = start + size
-        data = buffer.take(end)
         types = {self.entries[key].dtype for key in ordered}
         dtype = _TYPES[types.pop()] if len(types) == 1 else None
-        bounds = spread(lambda chunk: self._read_chunk(chunk, data, dtype), _split(runs))
-        typed = {
-            name: data[: end // dtype.itemsize * dtype.itemsize].view(dtype)
-            for name, dtype in _TYPES.items()
-        }
-        tensors = {
-            key: _view(typed, self.entries[key], start) for key, start in in_turns(starts.items())
-        }
-        return tensors, max(bounds, default=0.0)
+        return BufferLayout(starts, tuple(_split(runs)), end, dtype)
+
+    def fill(self, data: torch.Tensor, layout: BufferLayout) -> None:
+        """Reads all chunks into data [bytes] uint8, without a look at the numbers."""
+        spread(
+            lambda chunk: self._read_into(
+                data[chunk.start : chunk.start + chunk.size], chunk.begin
+            ),
+            layout.chunks,
+        )
 
     def _read_chunk(self, chunk: _Chunk, data: torch.Tensor, dtype: torch.dtype | None) -> float:
         """Returns the largest magnitude; infinite if a number is not finite or `dtype` is None."""
@@ -150,6 +196,15 @@ def _view(typed: Mapping[str, torch.Tensor], entry: TensorEntry, start: int) -> 
 def read_header(file: FileIO, name: str) -> TensorFile:
     """Reads and checks the header. Raises AdapterError with the reason, in which the file is called
     `name`."""
+    text, size = read_header_text(file, name)
+    entries = _parse(text, name)
+    _check_layout(entries, size - 8 - len(text), name)
+    return TensorFile(name, file, entries, 8 + len(text))
+
+
+def read_header_text(file: FileIO, name: str) -> tuple[bytes, int]:
+    """Returns the header unparsed, and the bytes of the whole file. Raises AdapterError if it is
+    not complete."""
     size = os.fstat(file.fileno()).st_size
     head = read_up_to(file, 8)
     length = int.from_bytes(head, "little")
@@ -164,9 +219,7 @@ def read_header(file: FileIO, name: str) -> TensorFile:
         )
     if len(text) < length:
         raise AdapterError(f"{name} is truncated: its header needs {length} bytes")
-    entries = _parse(text, name)
-    _check_layout(entries, size - 8 - length, name)
-    return TensorFile(name, file, entries, 8 + length)
+    return text, size
 
 
 def _split(runs: Iterable[_Chunk]) -> list[_Chunk]:

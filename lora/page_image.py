@@ -176,16 +176,11 @@ class PageLayout:
             )
         memory = allocate(size + 8 * num_pages * self.num_entries)
         entries = torch.zeros((num_pages, self.num_entries), dtype=torch.int64)
-        table, copies = entries.numpy(), list[RowsCopy]()
-        views = {dtype: memory[:size].view(dtype) for dtype in {self.dtype, self.row_dtype}}
+        table = entries.numpy()
         for place in places:
             sharers = self._sharers.get(place.entry, ())
             table[place.page, [place.entry, *sharers]] = make_entry(place.start, place.rows)
-            copies.append(self._copy(views, place, adapter))
-            if self.is_int8 and self.strips[place.entry].side == "a":
-                weights = adapter.modules[self.strips[place.entry].module]
-                copies.append(_scales_copy(memory, place, weights))
-        copy_rows(copies)
+        copy_rows(self._copies(memory[:size], places, adapter))
         return PackedAdapter(
             adapter.digest,
             memory,
@@ -196,6 +191,24 @@ class PageLayout:
             ),
             adapter.invocation,
         )
+
+    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[RowsCopy]:
+        """Returns the copies that `pack` made of the adapter, whose A and B are not in int8."""
+        places, _ = self._place(_shapes(adapter))
+        return self._copies(packed.image, places, adapter)
+
+    def _copies(
+        self, image: torch.Tensor, places: Sequence[_Place], adapter: Adapter
+    ) -> list[RowsCopy]:
+        """`image`: [bytes] uint8, which the copies fill."""
+        copies: list[RowsCopy] = []
+        views = {dtype: image.view(dtype) for dtype in {self.dtype, self.row_dtype}}
+        for place in places:
+            copies.append(self._copy(views, place, adapter))
+            if self.is_int8 and self.strips[place.entry].side == "a":
+                weights = adapter.modules[self.strips[place.entry].module]
+                copies.append(_scales_copy(image, place, weights))
+        return copies
 
     def _place(self, shapes: Shapes) -> tuple[list[_Place], int]:
         """Places the strips of modules of these shapes, the largest first, each in the first block
@@ -234,8 +247,7 @@ class PageLayout:
     def _copy(
         self, views: Mapping[torch.dtype, torch.Tensor], place: _Place, adapter: Adapter
     ) -> RowsCopy:
-        """Returns the copy into a strip of the image, of which these are views by type, and writes
-        the zeros beyond the last column of the matrix."""
+        """Returns the copy into a strip of the image, of which these are views by type."""
         strip = self.strips[place.entry]
         numbers, scale = _side(adapter.modules[strip.module], strip)
         if place.page or len(numbers) > place.rows:
@@ -246,9 +258,6 @@ class PageLayout:
         image = views[self._dtype_of(strip)]
         at = image.storage_offset() + (place.start + self._offset(strip)) // image.element_size()
         rows = image.as_strided((place.rows, strip.width), (strip.width, 1), at)
-        if (width := numbers.shape[1]) < strip.width:
-            rows[:, width:].zero_()
-            rows = rows[:, :width]
         return RowsCopy(rows, numbers, scale)
 
     def _dtype_of(self, strip: Strip) -> torch.dtype:
@@ -312,11 +321,11 @@ def in_blocks(entries: torch.Tensor, blocks: torch.Tensor, block_bytes: int) -> 
     return torch.where(entries != 0, moved | entries & (1 << ROW_BITS) - 1, 0)
 
 
-def _scales_copy(memory: torch.Tensor, place: _Place, weights: ModuleWeights) -> RowsCopy:
+def _scales_copy(image: torch.Tensor, place: _Place, weights: ModuleWeights) -> RowsCopy:
     assert weights.rank_scales is not None
     own = weights.rank_scales[PAGE_ROWS * place.page :][: place.rows]
     end = place.start + 4 * place.rows
-    return RowsCopy(memory[place.start : end].view(torch.float32)[None], own[None])
+    return RowsCopy(image[place.start : end].view(torch.float32)[None], own[None])
 
 
 def _check_widths(strips: Sequence[Strip]) -> None:

@@ -19,6 +19,7 @@ from kernels.lora_rows import SiteRows
 from lora.adapter import Adapter
 from lora.adapter_key import key_digests
 from lora.blocks import BlockTable, Resident
+from lora.convert import RowsCopy
 from lora.copies import AdapterCopies, Copier, CudaCopier, ReadMarks
 from lora.errors import AdapterNotLoadedError
 from lora.heap import AdapterHeap, Deltas
@@ -84,7 +85,8 @@ class AdapterPool:
         self._wanted: frozenset[str] = frozenset()  # adapters that the next sequences need
         self._protected: frozenset[str] = frozenset()  # not dropped by insertions
         spare_bytes = min(self.page_bytes, host_bytes)
-        self._allocate_host = allocate_host or allocator(host_bytes, spare_bytes, self.device)
+        # Returns memory for a packed adapter, [bytes] uint8 of any content.
+        self.allocate_host = allocate_host or allocator(host_bytes, spare_bytes, self.device)
         self._host = HostTier(host_bytes)
         self.num_copied_to_device = 0
         self._leaving: set[str] = set()  # removed while referenced
@@ -122,7 +124,11 @@ class AdapterPool:
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """Packs the adapter into the form that `insert` accepts. Slow; any thread may call it.
         Raises AdapterTooLargeError if the empty pool has no room for it, or a request none."""
-        return self._layout.pack(adapter, self._allocate_host, self.reserved_bytes, self._max_list)
+        return self._layout.pack(adapter, self.allocate_host, self.reserved_bytes, self._max_list)
+
+    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[RowsCopy]:
+        """Returns the copies by which `pack` made the packed adapter. Not for a pool in int8."""
+        return self._layout.copies(adapter, packed)
 
     def insert(self, packed: PackedAdapter) -> tuple[str, ...]:
         """Keeps an adapter on the host. Returns the digests that were dropped to make room."""

@@ -46,9 +46,12 @@ def test_traffic_compiles_nothing(tmp_path: Path, eager: bool) -> None:
     )
     assert runner.adapters.residents() == ()
     assert runner.adapters.num_free_blocks == runner.adapters.num_blocks
-    for name, path in make_adapters(base).items():
-        runner.load_adapter(name, path)
     before = runner.num_late_compilations
+    buffer = runner.make_read_buffer()
+    for name, path in make_adapters(base).items():
+        runner.read_adapter(name, path, buffer)  # the second time by the plan of the first
+        runner.adapters.insert(runner.read_adapter(name, path, buffer))
+    assert runner._packer.num_plans
     draw = random.Random(3)
     for round_ in range(6):
         requests = [

@@ -1,4 +1,5 @@
-"""Adapters from files to the first token: on an idle engine, then next to streams of the base.
+"""Adapters from files to the first token: on an idle engine, several at once, then next to streams
+of the base.
 
 One engine without a server; weights of the base and of the adapters are random, the files are in
 the page cache. `load` is the whole of `load_adapter`, `read` and `pack` are its parts; a first
@@ -150,7 +151,20 @@ class Bench:
         report.emit(part="idle, bf16, ms", first=idle[0], second=idle[1], **summary(idle[1:]))
         wide = [await self.cold(path.name, "fp32") for path in (self.folder / "fp32").iterdir()]
         report.emit(part="idle, fp32, ms", first=wide[0], **summary(wide[1:]))
-        await self.next_to_streams(list(names), report)
+        rest = list(names)
+        at_once = [rest[first : first + self.args.burst] for first in (0, self.args.burst)]
+        for number, several in enumerate(at_once):
+            report.emit(
+                part=f"{len(several)} at once, bf16, ms", time=number, **await self.burst(several)
+            )
+        await self.next_to_streams(rest[2 * self.args.burst :], report)
+
+    async def burst(self, names: list[str]) -> dict[str, list[float]]:
+        """Requests adapters all at once. Returns the ms of their loads and first tokens, sorted."""
+        found = await asyncio.gather(*(self.cold(name, "bf16") for name in names))
+        return {
+            part: sorted(float(str(row[part])) for row in found) for part in ("load", "first_token")
+        }
 
     async def next_to_streams(self, names: list[str], report: Report) -> None:
         streams = [
@@ -228,8 +242,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--adapters", type=int, default=48)
     parser.add_argument("--idle", type=int, default=22, help="of them, loaded on the idle engine")
+    parser.add_argument("--burst", type=int, default=8, help="of them, loaded at once, twice")
     parser.add_argument("--host", type=int, default=28, help="room in host memory, in adapters")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=1900, help="of each stream")

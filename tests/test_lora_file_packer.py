@@ -1,0 +1,192 @@
+"""A file that is packed by the plan of an earlier one becomes the same bits as by the full way,
+with the same refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora import file_packer, header
+from lora.adapter import read_adapter
+from lora.errors import AdapterError
+from lora.file_packer import FilePacker
+from lora.header import ReadBuffer
+from lora.page_image import PackedAdapter
+from lora.pool import AdapterPool
+from tests.test_lora_convert import NAMES, SITES, TYPES, Tensors, bits, draw, write
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def make_packer(dtype: torch.dtype = torch.bfloat16) -> tuple[FilePacker, AdapterPool]:
+    pool = AdapterPool(SITES, 1 << 24, dtype, "cpu", host_bytes=1 << 26)
+    return FilePacker(pool, SITES, 64, lambda name: None), pool
+
+
+def assert_equal(found: PackedAdapter, expected: PackedAdapter, pool: AdapterPool) -> None:
+    assert torch.equal(found.entries, expected.entries)
+    assert found.num_bytes == expected.num_bytes
+    assert (found.num_blocks, found.site_kinds) == (expected.num_blocks, expected.site_kinds)
+    # The bytes between two strips are any.
+    blank = torch.zeros_like(found.memory), torch.zeros_like(expected.memory)
+    for image, packed in zip(blank, (found, expected), strict=True):
+        for entry in set(packed.entries.flatten().tolist()) - {0}:
+            start, rows = entry >> 5 << 8, entry & 31
+            width = next(
+                pool._layout.strips[column].width
+                for column in range(len(pool._layout.strips))
+                if entry in packed.entries[:, column].tolist()
+            )
+            end = start + rows * width * pool.dtype.itemsize
+            image[start:end] = packed.memory[start:end]
+    assert torch.equal(*blank)
+    assert blank[0].any()
+
+
+def full(pool: AdapterPool, folder: Path) -> PackedAdapter:
+    return pool.pack(read_adapter(folder, "full", SITES, 64))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.tuples(*[st.integers(1, 40)] * 3),
+    file_type=st.sampled_from(TYPES),
+    pool_type=st.sampled_from(TYPES),
+    alpha=st.floats(-40, 40),
+    seed=st.integers(0, 2**32),
+)
+def test_files_of_one_form_become_the_bits_of_the_full_way(
+    ranks: tuple[int, ...],
+    file_type: torch.dtype,
+    pool_type: torch.dtype,
+    alpha: float,
+    seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    packer, pool = make_packer(pool_type)
+    buffer, by_name = ReadBuffer(), dict(zip(NAMES, ranks, strict=True))
+    folder = tmp_path_factory.mktemp("adapters")
+    for number in range(3):
+        tensors = draw(by_name, dict.fromkeys(NAMES, file_type), seed + number)
+        fields = {"rank_pattern": by_name, "lora_alpha": alpha}
+        one = write(folder / str(number), tensors, **fields)
+        packed = packer.pack(f"digest {number}", one, buffer)
+        assert packed.digest == f"digest {number}"
+        assert_equal(packed, full(pool, one), pool)
+        assert packer.num_plans == 1
+    other = write(folder / "other", tensors, rank_pattern=by_name, lora_alpha=alpha + 1)
+    assert_equal(packer.pack("other", other, buffer), full(pool, other), pool)
+    assert packer.num_plans == 2
+
+
+def halves(seed: int = 0) -> Tensors:
+    return draw(dict.fromkeys(NAMES, 4), dict.fromkeys(NAMES, torch.float16), seed)
+
+
+def planned(tmp_path: Path) -> FilePacker:
+    """Returns a packer that knows the form of `halves`."""
+    packer, _ = make_packer(torch.float16)
+    packer.pack("first", write(tmp_path / "first", halves()), ReadBuffer())
+    assert packer.num_plans == 1
+    return packer
+
+
+def test_a_plan_is_what_packs_the_second_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer = planned(tmp_path)
+    monkeypatch.setattr(file_packer, "read_adapter", None)
+    monkeypatch.setattr(header, "_CHUNK_BYTES", 100)
+    packed = packer.pack("second", write(tmp_path / "second", halves(1)), ReadBuffer())
+    assert packed.digest == "second"
+
+
+@pytest.mark.parametrize("half", ["A", "B"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused_by_name(
+    value: float, half: str, tmp_path: Path
+) -> None:
+    packer, tensors = planned(tmp_path), halves(1)
+    tensors[f"base_model.model.model.k_proj.lora_{half}.weight"].view(-1)[-1] = value
+    reason = rf"^lora_{half} of model\.k_proj holds NaN or infinity$"
+    with pytest.raises(AdapterError, match=reason):
+        packer.pack("bad", write(tmp_path / "bad", tensors), ReadBuffer())
+    packer.pack("good", write(tmp_path / "good", halves(2)), ReadBuffer())
+
+
+def test_a_number_that_overflows_with_its_scale_is_refused_by_name(tmp_path: Path) -> None:
+    packer, tensors = planned(tmp_path), halves(1)
+    largest = torch.finfo(torch.float16).max
+    tensors["base_model.model.model.k_proj.lora_A.weight"][1, 1] = largest
+    assert packer.pack("fits", write(tmp_path / "fits", tensors), ReadBuffer()).digest == "fits"
+    tensors["base_model.model.model.k_proj.lora_B.weight"][1, 1] = largest  # times 2
+    with pytest.raises(AdapterError, match=r"lora_B of model\.k_proj, with its scale, overflows"):
+        packer.pack("bad", write(tmp_path / "bad", tensors), ReadBuffer())
+
+
+def test_a_file_that_was_cut_or_left_its_folder_is_refused(tmp_path: Path) -> None:
+    packer = planned(tmp_path)
+    cut = write(tmp_path / "cut", halves(1))
+    content = (cut / WEIGHTS).read_bytes()
+    (cut / WEIGHTS).write_bytes(content[:-2])
+    with pytest.raises(AdapterError, match="bytes"):
+        packer.pack("cut", cut, ReadBuffer())
+    (cut / WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match=f"no {WEIGHTS}"):
+        packer.pack("cut", cut, ReadBuffer())
+    (cut / WEIGHTS).symlink_to(tmp_path / "first" / WEIGHTS)
+    with pytest.raises(AdapterError, match="leaves the folder"):
+        packer.pack("cut", cut, ReadBuffer())
+    assert packer.num_plans == 1
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
+    form_of = file_packer._form_of
+
+    def shrink(path: Path) -> file_packer.FileForm | None:
+        form = form_of(path)
+        with (path / WEIGHTS).open("r+b") as file:
+            file.truncate(600)
+        return form
+
+    monkeypatch.setattr(file_packer, "_form_of", shrink)
+    with pytest.raises(AdapterError, match="became shorter while it was read"):
+        packer.pack("second", folder, ReadBuffer())
+
+
+def test_types_that_differ_and_files_beyond_the_buffer_have_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, pool = make_packer()
+    types = dict(zip(NAMES, TYPES, strict=True))
+    mixed = write(tmp_path / "mixed", draw(dict.fromkeys(NAMES, 4), types))
+    for _ in range(2):
+        assert_equal(packer.pack("mixed", mixed, ReadBuffer()), full(pool, mixed), pool)
+    monkeypatch.setattr(header, "_MAX_KEPT_BYTES", 100)
+    large = write(tmp_path / "large", halves())
+    assert_equal(packer.pack("large", large, ReadBuffer()), full(pool, large), pool)
+    assert packer.num_plans == 0
+
+
+def test_the_newest_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_packer, "_MAX_PLANS", 2)
+    packer, _ = make_packer()
+    for alpha in (1, 2, 3, 1):
+        folder = write(tmp_path / str(alpha), halves(), lora_alpha=alpha)
+        packer.pack("one", folder, ReadBuffer())
+    assert packer.num_plans == 2
+
+
+def test_a_plan_keeps_no_adapter_in_memory(tmp_path: Path) -> None:
+    packer = planned(tmp_path)
+    (plan,) = packer._plans.values()
+    assert not plan.packed.memory.numel()
+    assert not bits(plan.packed.memory).numel()

@@ -3,7 +3,8 @@ of the base.
 
 One engine without a server; weights of the base and of the adapters are random, the files are in
 the page cache. `load` is the whole of `load_adapter`, `read` and `pack` are its parts; a first
-token includes the load. The gaps of the streams are those between two steps.
+token includes the load; a file of the form of an earlier one is neither read nor packed in full,
+and has none of the two parts. The gaps of the streams are those between two steps.
 
     python -m tests.benchmarks.cold_adapters [--out FILE] [--shape llama-3-8b] [--device cuda]
 """
@@ -26,12 +27,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine import runner as runner_module
 from engine.config import EngineConfig
 from engine.factory import open_engine
 from engine.model_config import lora_sites, read_model_config
 from engine.service import AsyncEngine
 from engine.types import Request, SamplingParams, StepOutput
+from lora import file_packer
 from lora.page_image import PageLayout
 from lora.pool import AdapterPool
 from tests.benchmarks.memory_adapters import pool_bytes
@@ -63,7 +64,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.newest: dict[str, float] = defaultdict(float)
-        runner_module.read_adapter = self._timed("read", runner_module.read_adapter)  # type: ignore
+        file_packer.read_adapter = self._timed("read", file_packer.read_adapter)  # type: ignore
         AdapterPool.pack = self._timed("pack", AdapterPool.pack)  # type: ignore
 
     def _timed(self, name: str, work: Callable[..., object]) -> Callable[..., object]:

@@ -19,7 +19,7 @@ import torch
 from kernels.lora_plan import PAGE_ROWS
 
 BLOCK = 256  # columns of a tile, of up to 16 rows
-FIELDS = 8  # of a strip, see `StripCopy`
+FIELDS = 7  # of a strip, see `StripCopy`
 _ALIGNED = 8  # elements: 16 bytes of half types
 
 
@@ -34,38 +34,34 @@ class StripCopy:
     columns: int  # of the file; those beyond become zeros
     width: int  # columns of the strip
     place: int  # of its first number in the image
-    scale: float  # float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StripCopies:
     """A list of copies in a form that a device reads."""
 
-    strips: torch.Tensor  # [n, FIELDS] int64: the fields of `StripCopy`, the scale by its bits
+    strips: torch.Tensor  # [n, FIELDS] int64: the fields of `StripCopy`
     # [1 + tiles, 2] int32: the number of tiles, then the strip and the first column of each.
     tiles: torch.Tensor
     is_aligned: bool  # all places, strides and sizes are multiples of 8 elements
 
     @classmethod
     def of(cls, copies: Sequence[StripCopy], device: torch.device) -> StripCopies:
-        places = np.array([_places(copy) for copy in copies], np.int64).reshape(-1, FIELDS - 1)
-        scales = np.array([copy.scale for copy in copies], np.float32).view(np.int32)
-        strips = np.concatenate([places, scales.astype(np.int64)[:, None]], axis=1)
-        counts = -(-places[:, 5] // BLOCK)
+        strips = np.array([_fields(copy) for copy in copies], np.int64).reshape(-1, FIELDS)
+        counts = -(-strips[:, 5] // BLOCK)
         owners = np.arange(len(copies)).repeat(counts)
         firsts = np.arange(len(owners)) - (counts.cumsum() - counts).repeat(counts)
         tiles = np.zeros((1 + len(owners), 2), np.int32)
         tiles[0, 0] = len(owners)
         tiles[1:, 0], tiles[1:, 1] = owners, firsts * BLOCK
-        strides = places[:, 1:3]
-        others = places[:, [0, 3, 4, 5, 6]]
+        strides, others = strips[:, 1:3], strips[:, [0, 3, 4, 5, 6]]
         is_aligned = not (others % _ALIGNED).any() and not (strides[strides != 1] % _ALIGNED).any()
         return cls(
             torch.from_numpy(strips).to(device), torch.from_numpy(tiles).to(device), is_aligned
         )
 
 
-def _places(copy: StripCopy) -> tuple[int, ...]:
+def _fields(copy: StripCopy) -> tuple[int, ...]:
     assert 1 <= copy.rows <= PAGE_ROWS
     assert 1 in (copy.row_stride, copy.column_stride)
     strides = copy.row_stride, copy.column_stride
@@ -76,6 +72,7 @@ def copy_strips(
     image: torch.Tensor,  # [elements] of the pool's type
     source: torch.Tensor,  # [elements] of the file's type
     copies: StripCopies,
+    scales: torch.Tensor,  # [n] float32, of the strips
 ) -> torch.Tensor:
     """Writes the strips of the image. Returns [1] float32, on the device of `copies`: the largest
     magnitude of the numbers that were read, infinite if one of them is not finite.
@@ -86,17 +83,16 @@ def copy_strips(
     if copies.strips.is_cuda or copies.strips.is_meta:
         from kernels.triton_lora_strips import launch_copy_strips
 
-        return launch_copy_strips(image, source, copies)
-    return copy_strips_reference(image, source, copies)
+        return launch_copy_strips(image, source, copies, scales)
+    return copy_strips_reference(image, source, copies, scales)
 
 
 def copy_strips_reference(
-    image: torch.Tensor, source: torch.Tensor, copies: StripCopies
+    image: torch.Tensor, source: torch.Tensor, copies: StripCopies, scales: torch.Tensor
 ) -> torch.Tensor:
     largest = torch.zeros(())
-    scales = copies.strips[:, -1].to(torch.int32).view(torch.float32).tolist()
-    for strip, scale in zip(copies.strips.tolist(), scales, strict=True):
-        start, row_stride, column_stride, rows, columns, width, place, _ = strip
+    for strip, scale in zip(copies.strips.tolist(), scales.tolist(), strict=True):
+        start, row_stride, column_stride, rows, columns, width, place = strip
         start, place = start + source.storage_offset(), place + image.storage_offset()
         numbers = source.as_strided((1, rows, columns), (0, row_stride, column_stride), start)
         target = image.as_strided((1, rows, width), (0, width, 1), place)

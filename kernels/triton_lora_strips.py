@@ -43,6 +43,7 @@ def _copy_strips_kernel(
     image_ptr,
     source_ptr,
     largest_ptr,  # [1] float32
+    scales_ptr,  # [n] float32
     tiles_ptr,  # [1 + tiles, 2]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,14 +54,15 @@ def _copy_strips_kernel(
     offsets = tl.arange(0, BLOCK)
     largest = 0.0
     for tile in range(tl.program_id(0), tl.load(tiles_ptr), PROGRAMS):
-        strip = strips_ptr + tl.load(tiles_ptr + 2 + 2 * tile) * _FIELDS
+        index = tl.load(tiles_ptr + 2 + 2 * tile)
+        strip = strips_ptr + index * _FIELDS
         first = tl.multiple_of(tl.load(tiles_ptr + 3 + 2 * tile), BLOCK)
         source = source_ptr + _field(strip, 0, ALIGNED)
         rows = _field(strip, 3, ALIGNED)
         num_columns = _field(strip, 4, ALIGNED)
         width = _field(strip, 5, ALIGNED)
         target = image_ptr + _field(strip, 6, ALIGNED)
-        scale = tl.load(strip + 7).to(tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.load(scales_ptr + index)
         columns = first + offsets
         if tl.load(strip + 2) == 1:  # the stride of columns
             stride = _field(strip, 1, ALIGNED)
@@ -81,12 +83,12 @@ _launch = Launcher(_copy_strips_kernel)
 
 
 def launch_copy_strips(
-    image: torch.Tensor, source: torch.Tensor, copies: StripCopies
+    image: torch.Tensor, source: torch.Tensor, copies: StripCopies, scales: torch.Tensor
 ) -> torch.Tensor:
     largest = torch.zeros(1, device=copies.strips.device)
     _launch(
         (NUM_PROGRAMS, 1, 1),
-        (copies.strips, image, source, largest),
+        (copies.strips, image, source, largest, scales),
         (copies.tiles,),
         (PAGE_ROWS, BLOCK, copies.is_aligned, NUM_PROGRAMS),
         NUM_WARPS,

@@ -192,10 +192,11 @@ class PageLayout:
             adapter.invocation,
         )
 
-    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[RowsCopy]:
+    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[tuple[Strip, RowsCopy]]:
         """Returns the copies that `pack` made of the adapter, whose A and B are not in int8."""
         places, _ = self._place(_shapes(adapter))
-        return self._copies(packed.image, places, adapter)
+        copies = self._copies(packed.image, places, adapter)
+        return [(self.strips[p.entry], copy) for p, copy in zip(places, copies, strict=True)]
 
     def _copies(
         self, image: torch.Tensor, places: Sequence[_Place], adapter: Adapter

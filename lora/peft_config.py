@@ -159,11 +159,6 @@ def _parse(fields: dict[str, object], alpha: str) -> PeftConfig:
 
 def read_fields(folder: Path) -> dict[str, object]:
     """Returns the configuration unchecked. Raises AdapterError if it is not a JSON object."""
-    return parse_object(read_config_text(folder), CONFIG_FILE)
-
-
-def read_config_text(folder: Path) -> bytes:
-    """Returns the configuration's text unparsed. Raises AdapterError if it cannot be read."""
     try:
         with open_regular(folder / CONFIG_FILE) as file:
             text = read_up_to(file, _MAX_BYTES + 1)
@@ -173,7 +168,7 @@ def read_config_text(folder: Path) -> bytes:
         raise AdapterError(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
     if len(text) > _MAX_BYTES:
         raise AdapterError(f"{CONFIG_FILE} is larger than {_MAX_BYTES} bytes")
-    return text
+    return parse_object(text, CONFIG_FILE)
 
 
 def _refuse_other_kinds(kind: object) -> None:

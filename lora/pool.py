@@ -25,7 +25,7 @@ from lora.errors import AdapterNotLoadedError
 from lora.heap import AdapterHeap, Deltas
 from lora.host_tier import HostTier
 from lora.page_image import PAGE_ROWS as PAGE_ROWS
-from lora.page_image import PackedAdapter, PageLayout
+from lora.page_image import PackedAdapter, PageLayout, Strip
 from lora.page_lists import PageList, PageLists
 from lora.pinned_memory import allocator
 from lora.pins import check_pin, check_room_beside, obstacle
@@ -126,7 +126,7 @@ class AdapterPool:
         Raises AdapterTooLargeError if the empty pool has no room for it, or a request none."""
         return self._layout.pack(adapter, self.allocate_host, self.reserved_bytes, self._max_list)
 
-    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[RowsCopy]:
+    def copies(self, adapter: Adapter, packed: PackedAdapter) -> list[tuple[Strip, RowsCopy]]:
         """Returns the copies by which `pack` made the packed adapter. Not for a pool in int8."""
         return self._layout.copies(adapter, packed)
 

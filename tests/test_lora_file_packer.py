@@ -73,13 +73,13 @@ def test_files_of_one_form_become_the_bits_of_the_full_way(
     folder = tmp_path_factory.mktemp("adapters")
     for number in range(3):
         tensors = draw(by_name, dict.fromkeys(NAMES, file_type), seed + number)
-        fields = {"rank_pattern": by_name, "lora_alpha": alpha}
+        fields = {"rank_pattern": by_name, "lora_alpha": alpha + number}
         one = write(folder / str(number), tensors, **fields)
         packed = packer.pack(f"digest {number}", one, buffer)
         assert packed.digest == f"digest {number}"
         assert_equal(packed, full(pool, one), pool)
         assert packer.num_plans == 1
-    other = write(folder / "other", tensors, rank_pattern=by_name, lora_alpha=alpha + 1)
+    other = write(folder / "other", tensors, rank_pattern=by_name, use_rslora=True)
     assert_equal(packer.pack("other", other, buffer), full(pool, other), pool)
     assert packer.num_plans == 2
 
@@ -127,6 +127,10 @@ def test_a_number_that_overflows_with_its_scale_is_refused_by_name(tmp_path: Pat
     tensors["base_model.model.model.k_proj.lora_B.weight"][1, 1] = largest  # times 2
     with pytest.raises(AdapterError, match=r"lora_B of model\.k_proj, with its scale, overflows"):
         packer.pack("bad", write(tmp_path / "bad", tensors), ReadBuffer())
+    with pytest.raises(AdapterError, match="lora_alpha must be a finite number"):
+        packer.pack("bad", write(tmp_path / "bad", tensors, lora_alpha="4"), ReadBuffer())
+    packer.pack("fits", write(tmp_path / "bad", tensors, lora_alpha=4), ReadBuffer())
+    assert packer.num_plans == 1
 
 
 def test_a_file_that_was_cut_or_left_its_folder_is_refused(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_the_newest_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(file_packer, "_MAX_PLANS", 2)
     packer, _ = make_packer()
     for alpha in (1, 2, 3, 1):
-        folder = write(tmp_path / str(alpha), halves(), lora_alpha=alpha)
+        folder = write(tmp_path / str(alpha), halves(), alpha_pattern={"q_proj": alpha})
         packer.pack("one", folder, ReadBuffer())
     assert packer.num_plans == 2
 

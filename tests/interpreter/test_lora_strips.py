@@ -28,14 +28,14 @@ STRIPS = (
 
 
 def make_copies(strips: tuple[tuple[int, int, int, bool], ...]) -> tuple[StripCopies, int, int]:
-    """Returns copies from one rank of 16 of 24, and the elements of the file and the image."""
+    """Returns copies, of which those of 16 rows are the last of rank 24, and the elements of the
+    file and of the image."""
     copies, end, place = [], 0, 0
-    for number, (rows, columns, width, is_transposed) in enumerate(strips):
+    for rows, columns, width, is_transposed in strips:
         rank = 24 if rows == 16 else rows
         strides = (1, rank) if is_transposed else (columns, 1)
         start = end + (8 * strides[0] if rank == 24 else 0)  # the last rows of the rank
-        scale = (1.0, 0.3, -2.0)[number % 3]
-        copies.append(StripCopy(start, *strides, rows, columns, width, place, scale))
+        copies.append(StripCopy(start, *strides, rows, columns, width, place))
         end += rank * columns
         place += rows * width
     return StripCopies.of(copies, torch.device("cpu")), end, place
@@ -53,8 +53,9 @@ def test_strips_are_those_of_the_reference(
     generator = torch.Generator().manual_seed(len(strips))
     source = torch.randn(num_numbers, generator=generator).to(file_type)
     expected, found = (torch.full((num_elements,), 7.0, dtype=image_type) for _ in range(2))
-    largest = copy_strips_reference(expected, source, copies)
-    assert torch.equal(launch_copy_strips(found, source, copies), largest)
+    scales = torch.tensor((1.0, 0.3, -2.0)).repeat(3)[: len(strips)]
+    largest = copy_strips_reference(expected, source, copies, scales)
+    assert torch.equal(launch_copy_strips(found, source, copies, scales), largest)
     assert torch.equal(found, expected)
     assert largest.shape == (1,)
     assert float(largest) <= float(source.abs().max())
@@ -68,5 +69,6 @@ def test_the_largest_magnitude_shows_numbers_that_are_not_finite(value: float) -
         source[place] = value
         expected = abs(value) if math.isfinite(value) else math.inf
         image = torch.empty(num_elements, dtype=torch.float16)
-        assert float(copy_strips_reference(image, source, copies)) == expected
-        assert float(launch_copy_strips(image, source, copies)) == expected
+        scales = torch.ones(4)
+        assert float(copy_strips_reference(image, source, copies, scales)) == expected
+        assert float(launch_copy_strips(image, source, copies, scales)) == expected

@@ -13,6 +13,8 @@ a first token comes at most about m / (m - 1) times as late as without decoding 
 prompts never starve. Three things raise the bound: prompts that queue beside few decoding sequences
 and a queue of many seconds, because small steps share the read of the weights among few tokens; and
 steps that would be no shorter with fewer tokens, because the host needs as long to launch them.
+Where steps with prompts follow each other from a process's beginning, one without them comes in
+between and is measured: all of them are compared with it.
 
     two H200s, FP8, 256 sequences, 32 adapters: a step that decodes lasts 8 ms, and 16 ms with any
     number of prompt tokens up to 768: the bound alone leaves prompts 128 tokens a step
@@ -51,7 +53,8 @@ def prompt_budget(
     num_sequences: int,
     queued_tokens: int,
 ) -> int:
-    """Returns the most prompt tokens of the next step, in which `num_decoding` sequences decode.
+    """Returns the most prompt tokens of the next step, in which `num_decoding` sequences decode; 0
+    if it is to be measured without prompts.
 
     `num_sequences`: running and waiting. A burst of requests will decode together, and every
     request's usual gap is then the decode step of all of them: this step is the measure, so that
@@ -74,6 +77,8 @@ def prompt_budget(
         known = max(_UNMEASURED, _GROWTH * cost.largest_prompt)
         total = num_decoding + min(room_s / token_s, known)
         total = max(total, cost.as_quick(_rounded(total), num_decoding, room_s))
+    elif cost.lacks_decode_steps:
+        return 0
     else:
         # No step without prompts was measured: the fit overestimates a token, if anything.
         total *= max(1.0, queued_tokens * cost.token_s / _PATIENCE_S)

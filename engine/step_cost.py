@@ -34,6 +34,7 @@ _RECENT = 0.9  # factor on the time that prompt tokens added, at each new step w
 _SIZES = 16  # of decoding sequences, in powers of two
 TILE = 128  # tokens: the sizes by which steps with prompts are remembered
 _REMEMBERED = 128  # steps with prompt tokens
+_BLIND = 4  # steps with prompts, after which one without is due
 _ALIKE = 0.25  # of the time that prompts add: hardly more
 _LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would mean unknown
 
@@ -92,6 +93,12 @@ class StepCost:
             if seconds:
                 return seconds + max(0.0, num_decoding - num_seen) * self.added_token_s
         return next((seconds for _, seconds in self._decode_steps if seconds), 0.0)
+
+    @property
+    def lacks_decode_steps(self) -> bool:
+        """Returns True if steps with prompts were measured beside decoding sequences, and none
+        without: in the first burst of a process none would come before its last prompt."""
+        return self._num_prompt_steps >= _BLIND and not any(s for _, s in self._decode_steps)
 
     @property
     def weights_s(self) -> float:

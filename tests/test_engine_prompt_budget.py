@@ -36,9 +36,33 @@ def test_nothing_that_decodes_leaves_the_whole_step_to_prompts() -> None:
 def test_before_the_first_measured_steps_a_step_has_512_tokens() -> None:
     assert prompt_budget(CONFIG, StepCost(), 12, 20, 5000) == 500
     only_prompts = StepCost()
-    for _ in range(9):
+    for _ in range(2 + 3):  # the first two of a process do not count
         only_prompts.observe(900, 3, 0.02)
     assert prompt_budget(CONFIG, only_prompts, 12, 20, 5000) == 500
+
+
+def test_after_a_few_steps_with_prompts_a_step_without_is_measured() -> None:
+    cost = StepCost()
+    for _ in range(2 + 4):
+        cost.observe(900, 3, 0.02)
+    assert prompt_budget(CONFIG, cost, 12, 20, 5000) == 0
+    assert prompt_budget(CONFIG, cost, 0, 20, 5000) == 8192
+    cost.observe(0, 12, 0.005)
+    assert prompt_budget(CONFIG, cost, 12, 20, 5000) > 500
+
+
+def test_the_first_burst_of_a_process_is_as_quick_as_the_next_ones() -> None:
+    """Until its last prompt no step was without prompts, so that none was measured: the whole burst
+    had 512 tokens a step, and a tenth fewer tokens a second than later ones."""
+    bursts = [replace(one, at_s=one.at_s + 10 * turn) for turn in range(2) for one in burst(256)]
+    seen = run_engine(bursts, 2.5, 2048, num_singles=0)
+    rates = []
+    for turn in range(2):
+        names = [str(256 * turn + index) for index in range(256)]
+        last_s = max(seen.times_s[name][-1] for name in names)
+        rates.append(256 * 128 / (last_s - min(seen.arrived_s[name] for name in names)))
+    assert rates[0] > 0.97 * rates[1]
+    assert sum(not num_prompt for num_prompt, _, _ in seen.steps[:40]) <= 3
 
 
 @pytest.mark.parametrize("num_decoding", [1, 16, 64, 128, 256])

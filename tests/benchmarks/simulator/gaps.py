@@ -142,6 +142,7 @@ def run_engine(
     max_tokens: int,
     seed: int = 0,
     step_s: Callable[[int, int], float] = h200_step_s,
+    num_singles: int = _SINGLES,
 ) -> Seen:
     """Runs the arrivals, ordered by time, after some single requests that do not count. `step_s`:
     of the device, as `VirtualRunner` has it."""
@@ -155,8 +156,8 @@ def run_engine(
         max_decode_slowdown=slowdown,
     )
     engine, draw, seen = Engine(config, runner, clock), random.Random(seed), Seen()
-    singles = [Arrival(0.4 * i, 256, 64) for i in range(_SINGLES)]
-    start_s = 0.4 * _SINGLES + _REST_S
+    singles = [Arrival(0.4 * i, 256, 64) for i in range(num_singles)]
+    start_s = 0.4 * num_singles + _REST_S
     due = singles + [Arrival(start_s + a.at_s, a.num_prompt, a.num_output) for a in arrivals]
     number = 0
     while number < len(due) or engine.has_work:
@@ -167,7 +168,7 @@ def run_engine(
             prompt = tuple(draw.randrange(256) for _ in range(one.num_prompt))
             params = SamplingParams(max_tokens=one.num_output, ignore_eos=True)
             engine.add_request(Request(str(number), prompt, params))
-            if number >= _SINGLES:
+            if number >= num_singles:
                 seen.arrived_s[str(number)] = one.at_s
             number += 1
         for output in engine.step().outputs:

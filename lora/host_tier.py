@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 from lora.errors import HostMemoryError
 from lora.page_image import PackedAdapter
+
+# After its load an adapter waits so long for its first request, which is on its way: adapters that
+# are loaded at once do not drop each other.
+_FRESH_S = 5.0
 
 
 class HostTier(Mapping[str, PackedAdapter]):
@@ -18,6 +23,7 @@ class HostTier(Mapping[str, PackedAdapter]):
         self.num_bytes = 0
         self._adapters: OrderedDict[str, PackedAdapter] = OrderedDict()
         self.used_s: dict[str, float] = {}  # Unix time of each adapter's last use
+        self._unused: dict[str, float] = {}  # the time of the load, until the first use
 
     def __getitem__(self, digest: str) -> PackedAdapter:
         return self._adapters[digest]
@@ -32,14 +38,21 @@ class HostTier(Mapping[str, PackedAdapter]):
         self._adapters[packed.digest] = packed
         self.num_bytes += packed.num_bytes
         self.used_s[packed.digest] = time.time()
+        self._unused[packed.digest] = time.monotonic()
+
+    def is_fresh(self, digest: str) -> bool:
+        """Returns True for an adapter that was just loaded and not used yet."""
+        return time.monotonic() - self._unused.get(digest, -math.inf) < _FRESH_S
 
     def note_use(self, digest: str) -> None:
+        self._unused.pop(digest, None)
         self._adapters.move_to_end(digest)
         self.used_s[digest] = time.time()
 
     def drop(self, digest: str) -> None:
         self.num_bytes -= self._adapters.pop(digest).num_bytes
         del self.used_s[digest]
+        self._unused.pop(digest, None)
 
     def victims(
         self,

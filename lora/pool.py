@@ -136,11 +136,12 @@ class AdapterPool:
         if packed.digest in self._host:
             return ()
         check_room_beside(packed, self._pinned(), self.num_blocks)
-        # Idle adapters first; then those on the device; those with waiting requests last.
+        # Idle adapters first; then those on the device; those with waiting requests, or with one on
+        # its way, last.
         dropped = self._host.victims(
             packed.num_bytes,
             lambda d: self._table.is_evictable(d) and d not in self._protected,
-            lambda d: (d in self._wanted, self._table.is_resident(d)),
+            lambda d: (d in self._wanted or self._host.is_fresh(d), self._table.is_resident(d)),
         )
         for digest in dropped:
             self._forget(digest)

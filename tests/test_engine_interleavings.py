@@ -20,7 +20,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_any_order_of_commands_and_steps_keeps_every_promise(world: World) -> None:
     tally = Tally()
-    run_interleavings(machine_of(world, tally), count=60, seed=0)
+    run_interleavings(machine_of(world, tally), count=60, seed=1)
     # Else it would show nothing.
     assert {what for what in MUST_HAPPEN if not tally.counts[what]} == set()
 

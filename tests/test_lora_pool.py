@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora import host_tier
 from lora.adapter import Adapter, ModuleWeights
 from lora.errors import (
     AdapterError,
@@ -159,7 +160,10 @@ def test_values_that_overflow_the_pools_type_are_refused() -> None:
         pool.add(Adapter("a", 1, {"q": weights}, 0, False))
 
 
-def test_a_full_host_drops_the_least_recently_used_that_is_not_on_the_device() -> None:
+def test_a_full_host_drops_the_least_recently_used_that_is_not_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_tier, "_FRESH_S", 0.0)
     pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
     assert pool.host_bytes_used == 3 * ADAPTER_BYTES
     assert acquire_and_release(pool, "a")
@@ -170,6 +174,19 @@ def test_a_full_host_drops_the_least_recently_used_that_is_not_on_the_device() -
     assert pool.acquire("e")
     assert pool.add(make_adapter("f")) == ("a",)
     assert pool.on_device() == ("b", "e")
+
+
+def test_adapters_that_are_loaded_at_once_do_not_drop_each_other() -> None:
+    """Their requests follow their loads: each of the two would be loaded again and again."""
+    pool = loaded("a", "b", "c", host_bytes=3 * ADAPTER_BYTES)
+    assert all(acquire_and_release(pool, digest) for digest in "abc")
+    assert pool.add(make_adapter("d")) == ("a",)
+    assert pool.add(make_adapter("e")) == ("b",)
+    assert pool.acquire("d")
+    pool.release("d")
+    assert pool.add(make_adapter("f")) == ("c",)
+    assert pool.add(make_adapter("g")) == ("d",)  # used, and not on the way any more
+    assert pool.add(make_adapter("h")) == ("e",)  # of the fresh ones the oldest, at last
 
 
 def test_what_somebody_waits_for_is_dropped_from_the_host_last() -> None:

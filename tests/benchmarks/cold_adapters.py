@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=48)
     parser.add_argument("--idle", type=int, default=22, help="of them, loaded on the idle engine")
     parser.add_argument("--burst", type=int, default=8, help="of them, loaded at once, twice")
-    parser.add_argument("--host", type=int, default=28, help="room in host memory, in adapters")
+    parser.add_argument("--host", type=int, default=40, help="room in host memory, in adapters")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=1900, help="of each stream")
     args = parser.parse_args()

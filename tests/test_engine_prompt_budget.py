@@ -52,7 +52,7 @@ def test_after_a_few_steps_with_prompts_a_step_without_is_measured() -> None:
 
 
 def test_the_first_burst_of_a_process_is_as_quick_as_the_next_ones() -> None:
-    """Until its last prompt no step was without prompts, so that none was measured: the whole burst
+    """No step was without prompts until its last prompt, so that none was measured: the whole burst
     had 512 tokens a step, and a tenth fewer tokens a second than later ones."""
     bursts = [replace(one, at_s=one.at_s + 10 * turn) for turn in range(2) for one in burst(256)]
     seen = run_engine(bursts, 2.5, 2048, num_singles=0)

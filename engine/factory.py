@@ -28,7 +28,7 @@ class FolderReader:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        # The buffers that no thread reads into.
+        # The buffers that no thread reads into: `AsyncEngine` has a thread for each.
         self._buffers = deque(runner.make_read_buffer() for _ in range(NUM_READERS))
 
     def read(self, digest: str, path: str) -> Callable[[], object]:

@@ -104,7 +104,7 @@ class ModelRunner:
         """Loads the base and makes the memory, on this rank and with the others."""
         rank = self._rank
         calls = self._load()
-        # For the norms of DoRA's rows, which are computed while steps run.
+        # For work on adapters that are read while steps run: their packing, the norms of DoRA.
         self._beside = torch.cuda.Stream(self.device) if rank.is_cuda else None  # type: ignore[no-untyped-call]
         rank.open_model(SOLO if self.group is None else self.group.meet(rank.meet))
         # The files have the whole tensors, of which a rank has parts.
@@ -117,7 +117,7 @@ class ModelRunner:
             self._whole_sites,
             config.max_lora_rank,
             self._base_parameter,
-            has_plans=rank.is_cuda and self.group is None,
+            has_plans=rank.is_cuda and rank.uses_triton and self.group is None,
         )
         if self.group is not None:
             self.group.send({"pool_bytes": self._pool_bytes})

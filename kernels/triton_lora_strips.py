@@ -73,9 +73,10 @@ def _copy_strips_kernel(
         numbers = numbers.to(tl.float32)
         sizes = tl.where(numbers == numbers, tl.abs(numbers), float("inf"))
         largest = tl.maximum(largest, tl.max(tl.max(sizes, 1), 0))
+        scaled = tl.where(columns[None, :] < num_columns, numbers * scale, 0.0)
         at = target + lanes[:, None] * width + columns[None, :]
         inside = (lanes[:, None] < rows) & (columns[None, :] < width)
-        tl.store(at, (numbers * scale).to(image_ptr.dtype.element_ty), mask=inside)
+        tl.store(at, scaled.to(image_ptr.dtype.element_ty), mask=inside)
     tl.atomic_max(largest_ptr, largest)
 
 

@@ -222,6 +222,8 @@ def _read_modules(
     modules: dict[str, ModuleWeights] = {}
     for module, pair in in_turns(pairs.items()):
         a, b, scale = tensors[pair["A"]], tensors[pair["B"]], config.scale_of(module)
+        if abs(scale) > torch.finfo(torch.float32).max:
+            raise AdapterError(f"the scale of {module}, {scale:g}, overflows float32")
         # Rounded up: the products are of float32.
         bound = largest * max(1.0, abs(scale)) * (1 + 1e-6)
         if bound > torch.finfo(torch.float32).max:

@@ -70,7 +70,7 @@ def fits(numbers: torch.Tensor, scale: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowsCopy:
-    """Numbers of one matrix on their way into rows, of which further columns become zeros."""
+    """Numbers of one matrix on their way into rows; the rows are zero beyond the last number."""
 
     rows: torch.Tensor  # [r, width], each row contiguous
     numbers: torch.Tensor  # [r, width or less] of any strides and type

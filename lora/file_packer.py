@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +37,13 @@ from lora.errors import AdapterError
 from lora.header import FILE_TYPES, BufferLayout, ReadBuffer, TensorFile, read_header_text
 from lora.module_names import Spelling
 from lora.page_image import PackedAdapter
-from lora.peft_config import read_fields, read_peft_config
+from lora.peft_config import parse_peft_config, read_fields
 from lora.pool import AdapterPool
 from lora.sites import Site
 from lora.untrusted import open_regular
 from lora.vectors import BaseParameter
+
+logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 64
 # Of a configuration: lora_alpha changes scales alone, the others nothing.
@@ -70,7 +75,8 @@ class PackingPlan:
     copies: StripCopies
     spelling: Spelling  # of the modules' names in the configuration
     modules: tuple[str, ...]
-    scales: np.ndarray[tuple[int], np.dtype[np.int64]]  # of each strip: 1 + its module; 0: none
+    # Of each strip the place of its scale: 1 + its module's, or 0 without one.
+    scale_indices: np.ndarray[tuple[int], np.dtype[np.int64]]
     packed: PackedAdapter  # the result but for its digest and memory
     num_bytes: int  # of its memory
 
@@ -86,15 +92,12 @@ class FilePacker:
         has_plans: bool = True,
     ) -> None:
         """`sites`, `max_rank`, `base`: as of `read_adapter`. `has_plans`: for one rank, on a CUDA
-        device; a CPU makes the copies no faster by a plan."""
+        device with Triton; a CPU makes the copies no faster by a plan."""
         self._pool, self._sites, self._max_rank, self._base = pool, sites, max_rank, base
         self._has_plans = has_plans and not pool.is_int8
-        self._plans: OrderedDict[FileForm, PackingPlan] = OrderedDict()
+        # None: of a form whose adapters have more than A and B.
+        self._plans: OrderedDict[FileForm, PackingPlan | None] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def num_plans(self) -> int:
-        return len(self._plans)
 
     def make_buffer(self) -> ReadBuffer:
         """Returns a buffer for `pack`, with room for a file of rank 16 at all usual sites: it is in
@@ -107,42 +110,66 @@ class FilePacker:
     def pack(self, digest: str, path: Path, buffer: ReadBuffer) -> PackedAdapter:
         """Reads, checks and packs the adapter of a folder, through the buffer. Raises
         AdapterError. On a CUDA device it is packed when the call returns."""
-        form = _form_of(path) if self._has_plans else None
-        if form is not None and (packed := self._pack_by_plan(form, digest, path, buffer)):
-            return packed
+        form, by_plan = self._try_plan(path, buffer) if self._has_plans else (None, None)
+        if by_plan is not None:
+            return replace(by_plan, digest=digest)
         adapter = read_adapter(path, digest, self._sites, self._max_rank, self._base, buffer)
         packed = self._pool.pack(adapter)
-        if form is not None and form == _form_of(path):
+        if form is not None and form not in self._plans:
             self._learn(form, path, adapter, packed, buffer)
         return packed
 
-    def _pack_by_plan(
-        self, form: FileForm, digest: str, path: Path, buffer: ReadBuffer
-    ) -> PackedAdapter | None:
-        """Returns None if there is no plan, or if the numbers need a closer look."""
+    def _try_plan(
+        self, path: Path, buffer: ReadBuffer
+    ) -> tuple[FileForm | None, PackedAdapter | None]:
+        """Returns the form of the files, and the adapter if there is a plan for it; None where the
+        files are not as they should be, for which the full way gives the reason."""
+        form = None
+        with suppress(OSError, AdapterError), open_regular(path / WEIGHTS_FILE) as file:
+            fields = read_fields(path)
+            form = _form_of(fields, file)
+            plan = self._find(form)
+            if plan is not None:
+                return form, self._pack_by_plan(plan, form, fields, file, buffer)
+        return form, None
+
+    def _find(self, form: FileForm) -> PackingPlan | None:
         with self._lock:
-            plan = self._plans.get(form)
-            if plan is None:
-                return None
-            self._plans.move_to_end(form)
-        pool = self._pool
-        if pool.device.type == "cuda" and not buffer.is_pinned:
-            return None
-        config = replace(read_peft_config(path), spelling=plan.spelling)
+            if form in self._plans:
+                self._plans.move_to_end(form)
+            return self._plans.get(form)
+
+    def _pack_by_plan(
+        self,
+        plan: PackingPlan,
+        form: FileForm,
+        fields: dict[str, object],
+        file: FileIO,
+        buffer: ReadBuffer,
+    ) -> PackedAdapter | None:
+        """Returns None if the numbers need a closer look, or if no device can read the buffer."""
+        pool, limit = self._pool, torch.finfo(torch.float32).max
+        config = replace(parse_peft_config(fields), spelling=plan.spelling)
         scales = [1.0, *map(config.scale_of, plan.modules)]
+        most = max(map(abs, scales))
         data = buffer.take(plan.layout.num_bytes)
-        with open_regular(path / WEIGHTS_FILE) as file:
-            TensorFile(WEIGHTS_FILE, file, {}, form.data_start).fill(data, plan.layout)
+        if not most <= limit or (pool.device.type == "cuda" and not buffer.is_pinned):
+            return None
+        TensorFile(WEIGHTS_FILE, file, {}, form.data_start).fill(data, plan.layout)
         memory = pool.allocate_host(plan.num_bytes)
         image = memory[: plan.num_bytes - 8 * plan.packed.entries.numel()].view(pool.dtype)
-        of_strips = torch.from_numpy(np.array(scales, np.float32)[plan.scales]).to(pool.device)
-        # The device has made the copies once the number is here.
-        largest = float(copy_strips(image, data.view(plan.dtype), plan.copies, of_strips))
-        # Rounded up, as the bound of `ModuleWeights`.
-        largest *= max(map(abs, scales)) * (1 + 1e-6)
-        if not largest <= torch.finfo(pool.dtype).max:
+        of_strips = np.array(scales, np.float32)[plan.scale_indices]
+        largest = copy_strips(
+            image,
+            data.view(plan.dtype),
+            plan.copies,
+            torch.from_numpy(of_strips).to(pool.device),
+        )
+        # The device has made the copies once the number is here. Rounded up, as the bound of
+        # `ModuleWeights`.
+        if not float(largest) * most * (1 + 1e-6) <= torch.finfo(pool.dtype).max:
             return None
-        return replace(plan.packed, digest=digest, memory=memory)
+        return replace(plan.packed, memory=memory)
 
     def _learn(
         self,
@@ -152,37 +179,57 @@ class FilePacker:
         packed: PackedAdapter,
         buffer: ReadBuffer,
     ) -> None:
-        """Keeps the plan of a form whose adapters are A and B of the file and nothing else."""
-        with open_weights(path) as file:
-            if adapter.num_tensors != len(file.entries) or adapter.num_unread:
-                return
-            layout, spelling = file.lay_out(file.entries), spelling_in(file.entries)
-        if layout.dtype is None or not buffer.keeps(layout.num_bytes):
+        """Keeps the plan of a form. Without memory for it, the next file is tried again."""
+        try:
+            plan = self._plan(form, path, adapter, packed, buffer)
+        except (OSError, AdapterError, RuntimeError) as error:  # the adapter itself is packed
+            logger.warning("no plan for files like that of adapter %s: %s", adapter.digest, error)
             return
-        start = buffer.take(layout.num_bytes).data_ptr()
-        end = start + layout.num_bytes
-        modules = {module: 1 + number for number, module in enumerate(adapter.modules)}
-        strips: list[StripCopy] = []
-        scales: list[int] = []
-        for strip, copy in self._pool.copies(adapter, packed):
-            if not (start <= copy.numbers.data_ptr() < end and copy.numbers.dtype == layout.dtype):
-                return  # made from the file: DoRA's gains, rows of trained tokens
-            strips.append(_strip_copy(copy, start, packed.memory.data_ptr()))
-            scales.append(modules[strip.module] if strip.side == "b" else 0)
-        plan = PackingPlan(
-            layout,
-            layout.dtype,
-            StripCopies.of(strips, self._pool.device),
-            spelling,
-            tuple(modules),
-            np.array(scales, np.int64),
-            replace(packed, memory=torch.empty(0, dtype=torch.uint8)),
-            packed.num_bytes,
-        )
         with self._lock:
             self._plans[form] = plan
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
+
+    def _plan(
+        self,
+        form: FileForm,
+        path: Path,
+        adapter: Adapter,
+        packed: PackedAdapter,
+        buffer: ReadBuffer,
+    ) -> PackingPlan | None:
+        """Returns None if the adapter is not A and B of the file and nothing else."""
+        if adapter.num_unread or any(one.affine is not None for one in adapter.modules.values()):
+            return None
+        with open_weights(path) as file:
+            if adapter.num_tensors != len(file.entries):
+                return None
+            layout, spelling = file.lay_out(file.entries), spelling_in(file.entries)
+        if layout.dtype is None or not buffer.keeps(layout.num_bytes):
+            return None
+        with open_regular(path / WEIGHTS_FILE) as weights:
+            if form != _form_of(read_fields(path), weights):
+                raise AdapterError("the files have changed")
+        start = buffer.take(layout.num_bytes).data_ptr()
+        end = start + layout.num_bytes
+        modules = {module: 1 + number for number, module in enumerate(adapter.modules)}
+        strips: list[StripCopy] = []
+        scale_indices: list[int] = []
+        for strip, copy in self._pool.copies(adapter, packed):
+            if not (start <= copy.numbers.data_ptr() < end and copy.numbers.dtype == layout.dtype):
+                return None  # made from the file, as rows of trained tokens
+            strips.append(_strip_copy(copy, start, packed.memory.data_ptr()))
+            scale_indices.append(modules[strip.module] if strip.side == "b" else 0)
+        return PackingPlan(
+            replace(layout, starts={}),
+            layout.dtype,
+            StripCopies.of(strips, self._pool.device),
+            spelling,
+            tuple(modules),
+            np.array(scale_indices, np.int64),
+            replace(packed, memory=torch.empty(0, dtype=torch.uint8)),
+            packed.num_bytes,
+        )
 
 
 def trace_copies(dtype: torch.dtype) -> None:
@@ -197,16 +244,13 @@ def trace_copies(dtype: torch.dtype) -> None:
             copy_strips(image, source, StripCopies(places, tiles, is_aligned), scales)
 
 
-def _form_of(path: Path) -> FileForm | None:
-    """Returns None for files that `read_adapter` refuses."""
-    try:
-        fields = read_fields(path)
-        with open_regular(path / WEIGHTS_FILE) as file:
-            header, num_bytes = read_header_text(file, WEIGHTS_FILE)
-    except (OSError, AdapterError):
-        return None
-    kept = {name: value for name, value in fields.items() if name not in _NO_STRUCTURE}
-    texts = hashlib.sha256(json.dumps(kept, sort_keys=True).encode() + b"\n" + header)
+def _form_of(fields: dict[str, object], file: FileIO) -> FileForm:
+    """`fields`: of the configuration. `file`: of weights. Raises AdapterError if the header is not
+    complete."""
+    header, num_bytes = read_header_text(file, WEIGHTS_FILE)
+    # The order of the fields has no meaning; that of patterns in one has.
+    kept = sorted(field for field in fields.items() if field[0] not in _NO_STRUCTURE)
+    texts = hashlib.sha256(json.dumps(kept).encode() + b"\n" + header)
     return FileForm(texts.digest(), 8 + len(header), num_bytes)
 
 

@@ -51,27 +51,28 @@ class ReadBuffer:
         """`num_bytes`: the expected need of the first files. `is_pinned`: the memory is
         page-locked, so that a CUDA device reads it."""
         self.is_pinned = is_pinned
-        self._memory = self._make(min(num_bytes, _MAX_KEPT_BYTES)).zero_()
+        self._memory = self._make(min(num_bytes, _MAX_KEPT_BYTES))
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Returns [num_bytes] uint8 of any content, at the start of a page, which the next call
-        returns again. A larger one is kept by the caller while it is used."""
+        returns again. Memory beyond 512 MB is not kept, and never page-locked. A failure to lock
+        clears `is_pinned`."""
         if num_bytes <= self._memory.numel():
             return self._memory[:num_bytes]
-        memory = self._make(num_bytes)
-        if num_bytes <= _MAX_KEPT_BYTES:
-            self._memory = memory
-        return memory
+        if num_bytes > _MAX_KEPT_BYTES:
+            return map_memory(num_bytes)
+        self._memory = self._make(num_bytes)
+        return self._memory
 
     def keeps(self, num_bytes: int) -> bool:
-        """Returns True if the memory for so many bytes is that of the last call of `take`."""
+        """Returns True if `take` returns memory that stays in this buffer."""
         return num_bytes <= self._memory.numel()
 
     def _make(self, num_bytes: int) -> torch.Tensor:
-        memory = map_memory(num_bytes)
+        memory = map_memory(num_bytes).zero_()
         if self.is_pinned and num_bytes:
             try:
-                register(memory.zero_())
+                register(memory)
             except RuntimeError as error:  # a limit of the system
                 self.is_pinned = False
                 logger.warning("adapters are read without page-locked memory: %s", error)
@@ -203,8 +204,8 @@ def read_header(file: FileIO, name: str) -> TensorFile:
 
 
 def read_header_text(file: FileIO, name: str) -> tuple[bytes, int]:
-    """Returns the header unparsed, and the bytes of the whole file. Raises AdapterError if it is
-    not complete."""
+    """Returns the header unparsed, and the size of the whole file in bytes. Raises AdapterError if
+    the header is not complete."""
     size = os.fstat(file.fileno()).st_size
     head = read_up_to(file, 8)
     length = int.from_bytes(head, "little")

@@ -106,7 +106,11 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    fields = read_fields(folder)
+    return parse_peft_config(read_fields(folder))
+
+
+def parse_peft_config(fields: dict[str, object]) -> PeftConfig:
+    """Checks the fields of a file. Raises AdapterError."""
     _refuse_other_kinds(fields.get("peft_type"))
     _refuse_unsupported(fields)
     config = replace(

@@ -3,7 +3,11 @@ with the same refusals."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from lora import file_packer, header
 from lora.adapter import read_adapter
 from lora.errors import AdapterError
-from lora.file_packer import FilePacker
+from lora.file_packer import FileForm, FilePacker
 from lora.header import ReadBuffer
 from lora.page_image import PackedAdapter
 from lora.pool import AdapterPool
@@ -26,6 +30,10 @@ WEIGHTS = "adapter_model.safetensors"
 def make_packer(dtype: torch.dtype = torch.bfloat16) -> tuple[FilePacker, AdapterPool]:
     pool = AdapterPool(SITES, 1 << 24, dtype, "cpu", host_bytes=1 << 26)
     return FilePacker(pool, SITES, 64, lambda name: None), pool
+
+
+def num_plans(packer: FilePacker) -> int:
+    return sum(plan is not None for plan in packer._plans.values())
 
 
 def assert_equal(found: PackedAdapter, expected: PackedAdapter, pool: AdapterPool) -> None:
@@ -78,10 +86,10 @@ def test_files_of_one_form_become_the_bits_of_the_full_way(
         packed = packer.pack(f"digest {number}", one, buffer)
         assert packed.digest == f"digest {number}"
         assert_equal(packed, full(pool, one), pool)
-        assert packer.num_plans == 1
+        assert num_plans(packer) == 1
     other = write(folder / "other", tensors, rank_pattern=by_name, use_rslora=True)
     assert_equal(packer.pack("other", other, buffer), full(pool, other), pool)
-    assert packer.num_plans == 2
+    assert num_plans(packer) == 2
 
 
 def halves(seed: int = 0) -> Tensors:
@@ -92,7 +100,7 @@ def planned(tmp_path: Path) -> FilePacker:
     """Returns a packer that knows the form of `halves`."""
     packer, _ = make_packer(torch.float16)
     packer.pack("first", write(tmp_path / "first", halves()), ReadBuffer())
-    assert packer.num_plans == 1
+    assert num_plans(packer) == 1
     return packer
 
 
@@ -130,7 +138,7 @@ def test_a_number_that_overflows_with_its_scale_is_refused_by_name(tmp_path: Pat
     with pytest.raises(AdapterError, match="lora_alpha must be a finite number"):
         packer.pack("bad", write(tmp_path / "bad", tensors, lora_alpha="4"), ReadBuffer())
     packer.pack("fits", write(tmp_path / "bad", tensors, lora_alpha=4), ReadBuffer())
-    assert packer.num_plans == 1
+    assert num_plans(packer) == 1
 
 
 def test_a_file_that_was_cut_or_left_its_folder_is_refused(tmp_path: Path) -> None:
@@ -146,24 +154,106 @@ def test_a_file_that_was_cut_or_left_its_folder_is_refused(tmp_path: Path) -> No
     (cut / WEIGHTS).symlink_to(tmp_path / "first" / WEIGHTS)
     with pytest.raises(AdapterError, match="leaves the folder"):
         packer.pack("cut", cut, ReadBuffer())
-    assert packer.num_plans == 1
+    assert num_plans(packer) == 1
+
+
+def after_the_form(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Has files change between the look at their form and the read of their numbers."""
+    form_of = file_packer._form_of
+
+    def changed(fields: dict[str, object], file: FileIO) -> FileForm:
+        form = form_of(fields, file)
+        change()
+        return form
+
+    monkeypatch.setattr(file_packer, "_form_of", changed)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
-    form_of = file_packer._form_of
-
-    def shrink(path: Path) -> file_packer.FileForm | None:
-        form = form_of(path)
-        with (path / WEIGHTS).open("r+b") as file:
-            file.truncate(600)
-        return form
-
-    monkeypatch.setattr(file_packer, "_form_of", shrink)
-    with pytest.raises(AdapterError, match="became shorter while it was read"):
+    after_the_form(monkeypatch, lambda: os.truncate(folder / WEIGHTS, 600))
+    with pytest.raises(AdapterError, match=r"truncated|bytes"):
         packer.pack("second", folder, ReadBuffer())
+
+
+def test_a_file_that_vanishes_or_fails_is_refused_as_by_the_full_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fail)
+        with pytest.raises(AdapterError, match="cannot be read: Input/output error"):
+            packer.pack("second", folder, ReadBuffer())
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match=f"no {WEIGHTS}"):
+        packer.pack("second", folder, ReadBuffer())
+
+
+def test_a_file_that_is_replaced_is_read_to_its_end_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
+    expected = full(AdapterPool(SITES, 1 << 24, torch.float16, "cpu", host_bytes=1 << 26), folder)
+    other = draw(dict.fromkeys(NAMES, 4), dict.fromkeys(NAMES, torch.float32))
+    replacement = write(tmp_path / "other", other) / WEIGHTS
+    after_the_form(monkeypatch, lambda: replacement.replace(folder / WEIGHTS))
+    packed = packer.pack("second", folder, ReadBuffer())
+    assert_equal(packed, expected, packer._pool)
+
+
+def test_the_order_of_patterns_is_part_of_a_form(tmp_path: Path) -> None:
+    packer, patterns = planned(tmp_path), {"q_proj": 4, ".*_proj": 8}
+    first = write(tmp_path / "1", halves(), r=4, rank_pattern={"q_proj": 4, ".*_none": 8})
+    packer.pack("first", first, ReadBuffer())
+    tensors = draw({"q_proj": 4, "k_proj": 8, "down_proj": 8}, dict.fromkeys(NAMES, torch.float16))
+    packer.pack("first", write(tmp_path / "2", tensors, rank_pattern=patterns), ReadBuffer())
+    turned = dict(reversed(patterns.items()))
+    with pytest.raises(AdapterError, match=r"model\.q_proj has rank 4, adapter_config.json has 8"):
+        packer.pack("second", write(tmp_path / "3", tensors, rank_pattern=turned), ReadBuffer())
+
+
+def test_a_scale_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
+    packer = planned(tmp_path)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in halves().items()}
+    for alpha in (1e300, -1.6e39):
+        with pytest.raises(AdapterError, match=r"scale of model\.\w+, .* overflows float32"):
+            packer.pack("bad", write(tmp_path / "bad", zeros, lora_alpha=alpha), ReadBuffer())
+
+
+def test_a_buffer_that_could_not_be_locked_is_read_by_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(memory: torch.Tensor) -> None:
+        raise RuntimeError("no more memory can be locked")
+
+    packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
+    buffer = ReadBuffer(is_pinned=True)
+    assert buffer.is_pinned
+    monkeypatch.setattr(header, "register", refuse)
+    monkeypatch.setattr(packer._pool, "device", torch.device("cuda"))
+    monkeypatch.setattr(file_packer, "copy_strips", None)
+    assert packer._try_plan(folder, buffer)[1] is None
+    assert not buffer.is_pinned
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError("disk")])
+def test_a_plan_that_cannot_be_made_costs_no_adapter(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    packer, pool = make_packer(torch.float16)
+    monkeypatch.setattr(file_packer.StripCopies, "of", fail)
+    folder = write(tmp_path / "first", halves())
+    assert_equal(packer.pack("first", folder, ReadBuffer()), full(pool, folder), pool)
+    assert not packer._plans
 
 
 def test_types_that_differ_and_files_beyond_the_buffer_have_no_plan(
@@ -177,7 +267,7 @@ def test_types_that_differ_and_files_beyond_the_buffer_have_no_plan(
     monkeypatch.setattr(header, "_MAX_KEPT_BYTES", 100)
     large = write(tmp_path / "large", halves())
     assert_equal(packer.pack("large", large, ReadBuffer()), full(pool, large), pool)
-    assert packer.num_plans == 0
+    assert num_plans(packer) == 0
 
 
 def test_the_newest_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +276,7 @@ def test_the_newest_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for alpha in (1, 2, 3, 1):
         folder = write(tmp_path / str(alpha), halves(), alpha_pattern={"q_proj": alpha})
         packer.pack("one", folder, ReadBuffer())
-    assert packer.num_plans == 2
+    assert num_plans(packer) == 2
 
 
 def test_a_plan_keeps_no_adapter_in_memory(tmp_path: Path) -> None:

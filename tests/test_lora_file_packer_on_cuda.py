@@ -16,7 +16,7 @@ from lora.errors import AdapterError
 from lora.file_packer import FilePacker
 from lora.pool import AdapterPool
 from tests.test_lora_convert import NAMES, SITES, TYPES, draw, write
-from tests.test_lora_file_packer import assert_equal
+from tests.test_lora_file_packer import assert_equal, num_plans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_files_of_one_form_become_the_bits_of_the_full_way(
         folder = write(tmp_path / str(number), tensors, rank_pattern=by_name, lora_alpha=5)
         packed = packer.pack("found", folder, buffer)
         assert_equal(packed, pool.pack(read_adapter(folder, "full", SITES, 64)), pool)
-    assert packer.num_plans == 1
+    assert num_plans(packer) == 1
 
 
 def test_threads_pack_by_one_plan_while_the_device_computes(

@@ -51,7 +51,7 @@ def test_traffic_compiles_nothing(tmp_path: Path, eager: bool) -> None:
     for name, path in make_adapters(base).items():
         runner.read_adapter(name, path, buffer)  # the second time by the plan of the first
         runner.adapters.insert(runner.read_adapter(name, path, buffer))
-    assert runner._packer.num_plans
+    assert runner._packer._plans
     draw = random.Random(3)
     for round_ in range(6):
         requests = [

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.lora_plan import PAGE_ROWS
-from kernels.lora_strips import BLOCK, FIELDS, StripCopies
+from kernels.strip_copies import BLOCK, FIELDS, StripCopies
 from kernels.triton_launch import Launcher
 
 NUM_PROGRAMS = 32

@@ -29,7 +29,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels.lora_strips import FIELDS, StripCopies, StripCopy, copy_strips
+from kernels.lora_strips import copy_strips
+from kernels.strip_copies import FIELDS, StripCopies, StripCopy
 from lora.adapter import WEIGHTS_FILE, Adapter, open_weights, read_adapter
 from lora.adapter_keys import spelling_in
 from lora.convert import RowsCopy

@@ -7,12 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels.lora_strips import (
-    BLOCK,
-    StripCopies,
-    StripCopy,
-    copy_strips_reference,
-)
+from kernels.lora_strips import copy_strips_reference
+from kernels.strip_copies import BLOCK, StripCopies, StripCopy
 from kernels.triton_lora_strips import launch_copy_strips
 
 # (rank rows, columns of the file, columns of the strip, whether the file has it transposed)

@@ -31,11 +31,18 @@ import torch
 
 from kernels.lora_strips import copy_strips
 from kernels.strip_copies import FIELDS, StripCopies, StripCopy
-from lora.adapter import WEIGHTS_FILE, Adapter, open_weights, read_adapter
+from lora.adapter import WEIGHTS_FILE, Adapter, read_adapter
 from lora.adapter_keys import spelling_in
 from lora.convert import RowsCopy
 from lora.errors import AdapterError
-from lora.header import FILE_TYPES, BufferLayout, ReadBuffer, TensorFile, read_header_text
+from lora.header import (
+    FILE_TYPES,
+    BufferLayout,
+    ReadBuffer,
+    TensorFile,
+    read_header,
+    read_header_text,
+)
 from lora.module_names import Spelling
 from lora.page_image import PackedAdapter
 from lora.peft_config import parse_peft_config, read_fields
@@ -117,7 +124,10 @@ class FilePacker:
         adapter = read_adapter(path, digest, self._sites, self._max_rank, self._base, buffer)
         packed = self._pool.pack(adapter)
         if form is not None and form not in self._plans:
-            self._learn(form, path, adapter, packed, buffer)
+            try:
+                self._keep(form, self._plan(form, path, adapter, packed, buffer))
+            except (OSError, AdapterError, RuntimeError) as error:  # the adapter itself is packed
+                logger.warning("no plan for files like that of adapter %s: %s", digest, error)
         return packed
 
     def _try_plan(
@@ -157,11 +167,10 @@ class FilePacker:
         if not most <= limit or (pool.device.type == "cuda" and not buffer.is_pinned):
             return None
         TensorFile(WEIGHTS_FILE, file, {}, form.data_start).fill(data, plan.layout)
-        memory = pool.allocate_host(plan.num_bytes)
-        image = memory[: plan.num_bytes - 8 * plan.packed.entries.numel()].view(pool.dtype)
+        packed = replace(plan.packed, memory=pool.allocate_host(plan.num_bytes))
         of_strips = np.array(scales, np.float32)[plan.scale_indices]
         largest = copy_strips(
-            image,
+            packed.image.view(pool.dtype),
             data.view(plan.dtype),
             plan.copies,
             torch.from_numpy(of_strips).to(pool.device),
@@ -170,22 +179,9 @@ class FilePacker:
         # `ModuleWeights`.
         if not float(largest) * most * (1 + 1e-6) <= torch.finfo(pool.dtype).max:
             return None
-        return replace(plan.packed, memory=memory)
+        return packed
 
-    def _learn(
-        self,
-        form: FileForm,
-        path: Path,
-        adapter: Adapter,
-        packed: PackedAdapter,
-        buffer: ReadBuffer,
-    ) -> None:
-        """Keeps the plan of a form. Without memory for it, the next file is tried again."""
-        try:
-            plan = self._plan(form, path, adapter, packed, buffer)
-        except (OSError, AdapterError, RuntimeError) as error:  # the adapter itself is packed
-            logger.warning("no plan for files like that of adapter %s: %s", adapter.digest, error)
-            return
+    def _keep(self, form: FileForm, plan: PackingPlan | None) -> None:
         with self._lock:
             self._plans[form] = plan
             while len(self._plans) > _MAX_PLANS:
@@ -202,15 +198,16 @@ class FilePacker:
         """Returns None if the adapter is not A and B of the file and nothing else."""
         if adapter.num_unread or any(one.affine is not None for one in adapter.modules.values()):
             return None
-        with open_weights(path) as file:
-            if adapter.num_tensors != len(file.entries):
-                return None
-            layout, spelling = file.lay_out(file.entries), spelling_in(file.entries)
+        with open_regular(path / WEIGHTS_FILE) as file:
+            if form != _form_of(read_fields(path), file):
+                raise AdapterError("the files have changed")
+            file.seek(0)
+            weights = read_header(file, WEIGHTS_FILE)
+        if adapter.num_tensors != len(weights.entries):
+            return None
+        layout = weights.lay_out(weights.entries)
         if layout.dtype is None or not buffer.keeps(layout.num_bytes):
             return None
-        with open_regular(path / WEIGHTS_FILE) as weights:
-            if form != _form_of(read_fields(path), weights):
-                raise AdapterError("the files have changed")
         start = buffer.take(layout.num_bytes).data_ptr()
         end = start + layout.num_bytes
         modules = {module: 1 + number for number, module in enumerate(adapter.modules)}
@@ -225,7 +222,7 @@ class FilePacker:
             replace(layout, starts={}),
             layout.dtype,
             StripCopies.of(strips, self._pool.device),
-            spelling,
+            spelling_in(weights.entries),
             tuple(modules),
             np.array(scale_indices, np.int64),
             replace(packed, memory=torch.empty(0, dtype=torch.uint8)),

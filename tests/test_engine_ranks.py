@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -288,9 +289,7 @@ async def _killed(base: Path, kill: signal.Signals, *, is_busy: bool) -> float:
 
 
 def _children() -> set[int]:
-    path = Path(f"/proc/{os.getpid()}/task")
-    found = (task / "children" for task in path.iterdir())
-    return {int(pid) for one in found for pid in one.read_text().split()}
+    return {child.pid for child in psutil.Process().children()}
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

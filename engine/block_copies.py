@@ -7,6 +7,11 @@ is read for a store is written by a later load in this order, too. A copy begins
 that were launched before the call; steps that are launched later wait for a copy only after
 `hold_steps`. On a CPU a copy has ended when the call returns. One thread calls it. CUDA's copy
 engines are used and no kernel: multiprocessors are left to the steps.
+
+A load in parts copies columns, the layers of a part in all blocks, then those of the next part:
+
+    block | K of layers 0 1 2 3 ... | V of layers 0 1 2 3 ... |
+            ^^^ part 0               ^^^ part 0
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.column_copies import Columns, copy_columns
 from engine.config import EngineConfig
 from engine.errors import EngineMemoryError, UnsupportedModelError
 from engine.host_blocks import BlockCopier, BlockCopy
@@ -32,6 +38,10 @@ if TYPE_CHECKING:
     from engine.parallel.group import Group
 
 logger = logging.getLogger(__name__)
+
+# Of a load whose step computes meanwhile: the step then ends a quarter of its time after the last
+# copy. More parts are more calls, a call for each run of blocks and part.
+_NUM_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,9 @@ class CpuBlockCopier:
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> BlockCopy:
         return self._copy(self._blocks, blocks, self._host, slots)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> BlockCopy:
         return self._copy(self._host, slots, self._blocks, blocks)
 
     def hold_steps(self, copy: BlockCopy) -> None:
@@ -75,6 +87,7 @@ class CpuBlockCopier:
 class _CudaCopy:
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    parts: tuple[tuple[int, torch.cuda.Event], ...] = ()  # first layers and ends; none: in one
 
     def query(self) -> bool:
         return bool(self.end.query())  # type: ignore[no-untyped-call]
@@ -89,24 +102,54 @@ class _CudaCopy:
 class CudaBlockCopier(CpuBlockCopier):
     """Steps are launched on the stream that is current in each call."""
 
-    def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
-        super().__init__(blocks, host)
-        self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
+    def __init__(self, kv: KVCache, host: torch.Tensor) -> None:
+        """`host`: as `allocate_slots` returns it."""
+        assert kv.blocks is not None
+        super().__init__(kv.blocks, host)
+        self._arrivals = kv.arrivals
+        self._parts = layer_parts(kv)
+        self._stream = torch.cuda.Stream(kv.blocks.device)  # type: ignore[no-untyped-call]
+
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> BlockCopy:
+        if not (in_parts and self._parts):
+            return super().load(slots, blocks)
+        begin = self._begin()
+        runs = tuple(runs_of(slots, blocks))
+        parts: list[tuple[int, torch.cuda.Event]] = []
+        for part in self._parts:
+            for slot, block, count in runs:
+                copy_columns(
+                    self._host[slot : slot + count],
+                    self._blocks[block : block + count],
+                    part.columns,
+                    self._stream.cuda_stream,
+                )
+            parts.append((part.first_layer, self._mark()))
+        return _CudaCopy(begin, parts[-1][1], tuple(parts))
 
     def hold_steps(self, copy: BlockCopy) -> None:
         assert isinstance(copy, _CudaCopy)
-        torch.cuda.current_stream(self._blocks.device).wait_event(copy.end)
+        if copy.parts:
+            self._arrivals.expect(copy.parts)
+        else:
+            torch.cuda.current_stream(self._blocks.device).wait_event(copy.end)
 
     def _copy(
         self, source: torch.Tensor, rows: Sequence[int], to: torch.Tensor, places: Sequence[int]
     ) -> BlockCopy:
-        steps = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        steps.record(torch.cuda.current_stream(self._blocks.device))
-        self._stream.wait_event(steps)
-        begin = self._mark()
+        begin = self._begin()
         with torch.cuda.stream(self._stream):
             _copy_rows(source, rows, to, places)
         return _CudaCopy(begin, self._mark())
+
+    def _begin(self) -> torch.cuda.Event:
+        """Returns the begin of a copy that follows all steps launched so far."""
+        steps = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        steps.record(torch.cuda.current_stream(self._blocks.device))
+        self._stream.wait_event(steps)
+        return self._mark()
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -156,9 +199,12 @@ class GroupBlockCopier:
         self._group.send({"do": "store", "blocks": list(blocks), "slots": list(slots)})
         return self._copy(self._own.store(blocks, slots))
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
-        self._group.send({"do": "load", "blocks": list(blocks), "slots": list(slots)})
-        return self._copy(self._own.load(slots, blocks))
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> BlockCopy:
+        message = {"do": "load", "blocks": list(blocks), "slots": list(slots)}
+        self._group.send(message | {"in_parts": in_parts})
+        return self._copy(self._own.load(slots, blocks, in_parts=in_parts))
 
     def hold_steps(self, copy: BlockCopy) -> None:
         assert isinstance(copy, _GroupCopy)
@@ -188,8 +234,8 @@ class FollowerBlockCopier:
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         self._copies.append(self._own.store(blocks, slots))
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self._copies.append(self._own.load(slots, blocks))
+    def load(self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool) -> None:
+        self._copies.append(self._own.load(slots, blocks, in_parts=in_parts))
 
     def hold_steps(self, number: int) -> None:
         """Has every step that is launched from now on begin after the copy of this number."""
@@ -198,6 +244,27 @@ class FollowerBlockCopier:
             self._num_held += 1
             if self._num_held == number:
                 self._own.hold_steps(copy)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    first_layer: int
+    columns: Columns  # of K, and of V in the row after it
+
+
+def layer_parts(kv: KVCache) -> tuple[LayerPart, ...]:
+    """Returns the parts of a load, first layers first; none where layers of two groups share
+    blocks, in other places of each."""
+    assert kv.blocks is not None, "blocks are copied whole"
+    if any(kv.table_of):
+        return ()
+    pitch, num_layers = kv.blocks.shape[1] // 2, len(kv.k)
+    layer_bytes, num_parts = pitch // max(1, num_layers), min(_NUM_PARTS, num_layers)
+    bounds = [num_layers * part // num_parts for part in range(num_parts + 1)]
+    return tuple(
+        LayerPart(first, Columns(pitch, first * layer_bytes, (end - first) * layer_bytes))
+        for first, end in pairwise(bounds)
+    )
 
 
 def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -263,5 +330,5 @@ def open_block_copies(config: EngineConfig, kv: KVCache, group: Group | None) ->
     host = allocate_slots(config.kv_host_bytes // config.tensor_parallel_size, kv)
     assert kv.blocks is not None
     is_cuda = kv.blocks.device.type == "cuda"
-    own = CudaBlockCopier(kv.blocks, host) if is_cuda else CpuBlockCopier(kv.blocks, host)
+    own = CudaBlockCopier(kv, host) if is_cuda else CpuBlockCopier(kv.blocks, host)
     return own if group is None else GroupBlockCopier(own, group)

@@ -287,6 +287,7 @@ class Engine:
             return Step(batch)
         self._num_steps += 1
         step = self._times.begin(batch, self._in_flight)
+        step.loads_kv = self._offload is not None and self._offload.takes_wait()
         step.launched = self._attempt(step, lambda: self._runner.launch(batch))
         if step.lacks_memory:
             self._runner.free_cache()

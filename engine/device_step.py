@@ -266,6 +266,7 @@ class DeviceSteps:
         if layout.is_decode:
             self._decode.send(layout)
             assert layout.size is not None
+            self._kv.arrivals.wait_for_all()
             return self._graphs.replay(GraphKey(layout.size, layout.reach))[:count], None
         self._mixed.send(layout)
         inputs = self._mixed.inputs(layout)

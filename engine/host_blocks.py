@@ -61,12 +61,16 @@ class BlockCopier(Protocol):
         """Copies blocks to slots of the host, after all steps launched so far."""
         ...
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> BlockCopy:
-        """Copies slots of the host to blocks, after all steps launched so far."""
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> BlockCopy:
+        """Copies slots of the host to blocks, after all steps launched so far. `in_parts`: of
+        layers, the first ones first, where the layout of blocks allows it."""
         ...
 
     def hold_steps(self, copy: BlockCopy) -> None:
-        """Has every step that is launched from now on begin after the copy."""
+        """Has every step that is launched from now on begin after the copy; after a load in parts,
+        the next one reads each layer after the layer's part."""
         ...
 
 

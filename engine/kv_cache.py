@@ -6,7 +6,10 @@ The layout defines the content of a block; the owners of blocks are tracked else
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -21,6 +24,38 @@ logger = logging.getLogger(__name__)
 _DEFAULT_CPU_BYTES = 1024**3
 
 
+class Arrival(Protocol):
+    """The end of a copy into blocks."""
+
+    def wait(self) -> None:
+        """Has the device begin all that is launched from now on after it."""
+
+
+class LayerArrivals:
+    """The copies in flight into blocks that the next step reads, in parts of consecutive layers. A
+    step waits on the device for a part before it reads the part's first layer, and so computes the
+    first layers while the last ones arrive."""
+
+    def __init__(self) -> None:
+        self._due: deque[tuple[int, Arrival]] = deque()
+
+    def expect(self, parts: Iterable[tuple[int, Arrival]]) -> None:
+        """`parts`: the first layer of each part, from layer 0 on, and its end. Each of them ends
+        after all copies that were expected before."""
+        self._due = deque(parts)
+
+    def wait(self, layer: int) -> None:
+        """Called before a step reads a layer."""
+        while self._due and self._due[0][0] <= layer:
+            self._due.popleft()[1].wait()
+
+    def wait_for_all(self) -> None:
+        """Called before a step that reads its layers in a graph."""
+        if self._due:
+            self._due[-1][1].wait()
+            self._due.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
     # One [entries, block_size, Hkv, D] per layer: the numbers in its block table count the first
@@ -30,6 +65,7 @@ class KVCache:
     table_of: tuple[int, ...]  # of each layer, its block table: 0 or 1
     # [blocks, bytes of a block] uint8, the same memory; None: blocks are not contiguous.
     blocks: torch.Tensor | None = None
+    arrivals: LayerArrivals = field(default_factory=LayerArrivals)
 
     @property
     def block_size(self) -> int:

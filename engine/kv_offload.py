@@ -12,14 +12,16 @@ Blocks that are evicted before a copy of them has begun are lost, and counted.
 
 A sequence whose prefix continues on the host waits for its copies as others wait for adapters:
 younger ones pass, within the blocks that it leaves. Loaded blocks are published when their copy has
-landed and not before, and the sequence then finds them as any cached prefix. A preempted sequence
-is no special case: its full blocks are findable, they are stored before they can be evicted, and it
-returns as a sequence with a long prefix.
+landed and not before, and the sequence then finds them as any cached prefix. If nothing else runs,
+a step that waits on the device holds up no other sequence: the blocks are published at once, and
+the step computes the first layers while the last ones arrive. A preempted sequence is no special
+case: its full blocks are findable, they are stored before they can be evicted, and it returns as a
+sequence with a long prefix.
 
 Copies are ordered on the device. A store reads blocks whose steps are committed, and which no step
 writes until they are allocated again; the steps after such an allocation then wait for the store on
-the device. A load writes blocks that no sequence holds, after all steps launched before. Integers
-only; one thread calls it.
+the device. A load writes blocks that no sequence holds when it begins, after all steps launched
+before. Integers only; one thread calls it.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from engine.window_tables import make_tables
 # fifth. Stores are paced by the allocations that they precede, 5 GB/s where prompts of Llama-3-8B
 # fill the device; loads by the bytes in flight between two steps, 5 ms of them.
 _LOAD_BYTES = 256 * 1024**2
+_AWAITED_BYTES = 1024**3  # for which a step waits on the device: 20 ms
 _SAVED_STEPS = 2  # steps whose allocations lose no block: the stores of a step end beside the next
 _SWAP_BATCH = 16  # blocks of a copy; a step that needs one of them waits for its copy alone
 _NEWEST = 0.2  # weight of the newest copy in the mean of a block's seconds
@@ -69,6 +72,7 @@ class _Load:
     kept: tuple[int, ...]  # the blocks of its prefix on the device, which would be useless alone
     found: tuple[HostBlock, ...]
     blocks: tuple[int, ...]  # one for each found
+    is_awaited: bool  # its blocks are published, and the next step waits for them
 
 
 class KVOffload:
@@ -91,6 +95,8 @@ class KVOffload:
         self._num_loading = 0  # blocks in flight
         self._is_for_load = False  # the allocation that takes place
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
+        self._most_awaited = _AWAITED_BYTES // copier.block_bytes
+        self._is_awaited = False  # a load, by the next step
         # Allocations that must lose no block; with more, a small host would store some in turns.
         self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
@@ -123,12 +129,18 @@ class KVOffload:
         self._land()
         return True
 
-    def wait_for(self, sequence: Sequence) -> Wait:
+    def takes_wait(self) -> bool:
+        """Returns True if the step that is launched now waits for a load, which no other does."""
+        is_awaited, self._is_awaited = self._is_awaited, False
+        return is_awaited
+
+    def wait_for(self, sequence: Sequence, *, is_alone: bool = False) -> Wait:
         """Begins to load the part of a waiting sequence's prefix that only the host has, if it has
         room for the whole sequence and a load is cheaper than computing.
 
-        Returns "none" if nothing is to be loaded, "loading" if the sequence waits for copies, and
-        "full" if no further copy can begin in this step.
+        `is_alone`: no sequence runs. Returns "none" if nothing is to be loaded or the next step
+        waits for it, "loading" if the sequence waits for copies, and "full" if no further copy can
+        begin in this step.
         """
         if not self._pool.num_free or not self._host.num_used:
             return "none"
@@ -140,11 +152,15 @@ class KVOffload:
         if needed + idle + self._tables.num_reserved > self._pool.num_free:
             return "none"  # it cannot be placed either
         missing = [one for one in hit.found if one.name not in self._loading]
+        if is_alone and len(hit.found) == len(missing) <= self._most_awaited:
+            self._load(sequence, hit.kept, hit.found, needed, is_awaited=True)
+            sequence.num_host_tokens = max(sequence.num_host_tokens, hit.num_tokens)
+            return "none"
         started = tuple(missing[: max(0, self._most_loading - self._num_loading)])
         if missing and not started:
             return "full"
         if started:
-            self._load(sequence, hit.kept, started)
+            self._load(sequence, hit.kept, started, len(started), is_awaited=False)
         sequence.num_host_tokens = max(sequence.num_host_tokens, hit.num_tokens)
         self._tables.num_reserved += needed - len(started)
         return "loading"
@@ -218,18 +234,35 @@ class KVOffload:
         return len(stored)
 
     def _load(
-        self, sequence: Sequence, kept: tuple[int, ...], found: tuple[HostBlock, ...]
+        self,
+        sequence: Sequence,
+        kept: tuple[int, ...],
+        found: tuple[HostBlock, ...],
+        num_allocations: int,
+        *,
+        is_awaited: bool,
     ) -> None:
+        """`num_allocations`: for the sequence in this step, with the blocks of the load."""
         self._pool.hold(kept)  # before the allocation, which evicts idle blocks
         slots = [self._host.hold(one.name) for one in found]
-        self._store_next(len(found))  # a load may be larger than a step
+        self._store_next(num_allocations)  # a load may be larger than a step
         self._is_for_load = True
         blocks = tuple(self._pool.allocate(len(found)))
         self._is_for_load = False
-        copy = self._copier.load(slots, blocks)
-        self._loads.append(_Load(copy, sequence, kept, found, blocks))
+        copy = self._copier.load(slots, blocks, in_parts=is_awaited)
+        load = _Load(copy, sequence, kept, found, blocks, is_awaited)
+        self._loads.append(load)
         self._loading |= {one.name for one in found}
         self._num_loading += len(found)
+        if is_awaited:
+            self._copier.hold_steps(copy)
+            self._publish(load)
+            self._is_awaited = True
+
+    def _publish(self, load: _Load) -> None:
+        for one, block in zip(load.found, load.blocks, strict=True):
+            self._loading.discard(one.name)
+            self._tables.publish_loaded(load.sequence, one, block)
 
     def _land(self) -> None:
         while self._stores and self._stores[0].copy.query():
@@ -241,9 +274,8 @@ class KVOffload:
             self._store_block_s = self._observe(store.copy, len(store.blocks), stored=True)
         while self._loads and self._loads[0].copy.query():
             load = self._loads.popleft()
-            for one, block in zip(load.found, load.blocks, strict=True):
-                self._loading.discard(one.name)
-                self._tables.publish_loaded(load.sequence, one, block)
+            if not load.is_awaited:
+                self._publish(load)
             for one in reversed(load.found):  # the tail of a prefix is evicted before its head
                 self._host.release(one.name)
             self._num_loading -= len(load.blocks)

@@ -137,6 +137,7 @@ class Model:
     ) -> torch.Tensor:
         """Returns [T, Hq * D]."""
         config, k, v = self.config, kv.k[index], kv.v[index]
+        kv.arrivals.wait(index)
         window, cap = config.sliding_windows[index], config.attention_soft_cap
         plan = inputs.attention[kv.table_of[index]]
         return paged_attention(

@@ -279,8 +279,7 @@ class Scheduler:
         for sequence in tuple(self._waiting):
             if len(self._running) >= self._config.max_num_seqs or budget == 0:
                 break
-            error = self._gate.error(sequence) or self.grammar_gate.error(sequence)
-            if error is not None:
+            if error := self._gate.error(sequence) or self.grammar_gate.error(sequence):
                 self._leave(sequence, Ending("error"), error)
                 continue
             if (
@@ -289,7 +288,9 @@ class Scheduler:
                 or not self._gate.acquire(sequence)
             ):
                 continue
-            wait = "none" if self._offload is None else self._offload.wait_for(sequence)
+            wait = "none"
+            if self._offload is not None:
+                wait = self._offload.wait_for(sequence, is_alone=not self._running)
             if wait == "loading":
                 self._gate.release(sequence)
                 continue

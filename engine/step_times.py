@@ -2,7 +2,8 @@
 shares that sequences are charged.
 
 A step with drafts is no measure of steps of prompts and decodes: only the gate of drafts learns
-from it. Free of the runner and of the clock.
+from it. A step that waits for a load of KV is a measure of nothing. Free of the runner and of the
+clock.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Step:
     num_prompt: int = 0  # tokens
     num_decoding: int = 0  # sequences
     num_drafted: int = 0  # tokens of drafts
+    loads_kv: bool = False  # it waits on the device for blocks from the host
     follows_at_once: bool = False  # launched while the step before was in flight
     usual_s: float = 0.0  # as `StepTimes.usual_step_s`
     expected_s: float = 0.0  # by its cost
@@ -76,6 +78,8 @@ class StepTimes:
         may keep the host busy longer than the device, so that prompts would look free."""
         seconds = step.launch_s + waited_s
         charge_step(step.batch, seconds)
+        if step.loads_kv:
+            return
         self._longest.observe(step.num_prompt + step.num_drafted, seconds)
         if not step.num_drafted:
             self._cost.observe(step.num_prompt, step.num_decoding, seconds)

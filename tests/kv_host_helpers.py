@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from engine.block_copies import GroupBlockCopier, open_block_copies
+from engine.block_copies import GroupBlockCopier, layer_parts, open_block_copies
+from engine.column_copies import Columns
 from engine.config import EngineConfig
 from engine.core import Engine
 from engine.host_blocks import BlockCopier
@@ -41,7 +43,7 @@ def answers_in_turns(
 
 
 class SlowCopy:
-    def __init__(self, copier: SlowCopier, finish: Callable[[], None]) -> None:
+    def __init__(self, copier: SlowCopier, finish: Callable[[], object]) -> None:
         self._copier, self._finish = copier, finish
         self.has_ended = False
 
@@ -90,7 +92,9 @@ class SlowCopier:
             self.slots[slot] = None
         return self._begin(finish)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> SlowCopy:
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> SlowCopy:
         def finish() -> None:
             for block, slot in zip(blocks, slots, strict=True):
                 self._write(block, self.slots[slot])
@@ -123,7 +127,7 @@ class SlowCopier:
     def is_idle(self) -> bool:
         return not self._flying
 
-    def _begin(self, finish: Callable[[], None]) -> SlowCopy:
+    def _begin(self, finish: Callable[[], object]) -> SlowCopy:
         copy = SlowCopy(self, finish)
         self._flying.append(copy)
         return copy
@@ -131,6 +135,62 @@ class SlowCopier:
     def _spoil_later(self, block: int) -> None:
         """Spoils the block once the copies before, which may read it, have ended."""
         self._begin(lambda: self._write(block, None))
+
+
+class _Part:
+    """A part of a load: it comes when a step begins to wait for it, and not before."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write: Callable[[], None] | None = write
+
+    def wait(self) -> None:
+        if self._write is not None:
+            self._write()
+            self._write = None
+
+
+class LayeredCopier(SlowCopier):
+    """Slow copies of a runner on a CPU whose loads may come in parts, each as late as allowed."""
+
+    def __init__(self, kv: KVCache, num_slots: int, polls: Callable[[], int]) -> None:
+        assert kv.blocks is not None
+        slow = _slow_copier(kv.blocks, num_slots, polls)
+        super().__init__(slow._read, slow._write, num_slots, polls)
+        self._kv = kv
+        self._parts_of: dict[SlowCopy, list[tuple[int, _Part]]] = {}
+        self.num_in_parts = 0
+
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
+    ) -> SlowCopy:
+        if not in_parts:
+            return super().load(slots, blocks)
+        self.num_in_parts += 1
+        contents = [self.slots[slot] for slot in slots]
+        for block in blocks:
+            self._spoil_later(block)
+
+        def write(columns: Columns) -> None:
+            for block, content in zip(blocks, contents, strict=True):
+                assert self._kv.blocks is not None
+                to = self._kv.blocks[block].view(-1, columns.pitch)
+                end = columns.start + columns.width
+                to[:, columns.start : end] = content.view(to.shape)[:, columns.start : end]
+
+        parts = [
+            (one.first_layer, _Part(partial(write, one.columns))) for one in layer_parts(self._kv)
+        ]
+        copy = self._begin(lambda: [part.wait() for _, part in parts])
+        self._parts_of[copy] = parts
+        return copy
+
+    def hold_steps(self, copy: SlowCopy) -> None:
+        if copy not in self._parts_of:
+            super().hold_steps(copy)
+            return
+        while self._flying[0] is not copy:  # these come before, on one stream
+            self._flying.popleft().end()
+        self._kv.arrivals.expect(self._parts_of[copy])
 
 
 def runner_with_host(
@@ -158,6 +218,14 @@ def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
     runner.kv_copies = copier
     if runner.group is not None:
         runner.kv_copies = GroupBlockCopier(copier, runner.group)
+    return copier
+
+
+def layered_copies(runner: ModelRunner) -> LayeredCopier:
+    """Replaces the copies of a runner on a CPU by slow ones that may come in parts."""
+    assert runner.kv_copies is not None
+    copier = LayeredCopier(runner._kv, runner.kv_copies.num_slots, lambda: 9)
+    runner.kv_copies = copier
     return copier
 
 

@@ -76,7 +76,7 @@ class Tiers:
 
     def admit(self) -> None:
         for sequence in tuple(self.waiting):
-            wait = self.offload.wait_for(sequence)
+            wait = self.offload.wait_for(sequence, is_alone=not self.running)
             if wait == "loading":
                 continue
             if wait == "full" or not self.tables.place(sequence, 1000):
@@ -118,7 +118,8 @@ class Tiers:
             if name is not None:
                 assert self.content[block] == content_of(name), "found before it has landed"
         for load in self.offload._loads:
-            assert not any(self.pool.name_of(block) for block in load.blocks)
+            names = [self.pool.name_of(block) for block in load.blocks]
+            assert all(names) if load.is_awaited else not any(names)
         for name, slot in [*self.host._idle.items()]:
             assert self.copier.slots[slot] == content_of(name)
         slots = [*self.host._free, *self.host._storing.values(), *self.host._idle.values()]
@@ -336,6 +337,8 @@ def test_younger_ones_pass_a_sequence_that_waits_for_its_load() -> None:
     while not copier.is_idle:
         offload.begin_step()
     copier._left = 30  # the next copy is slow
+    engine.add_request(make_request("first", 3, max_tokens=9))
+    engine.step()
     engine.add_request(make_request("late", prompt, max_tokens=2))
     engine.add_request(make_request("quick", 3, max_tokens=1))
     engine.step()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.core import Engine
 from engine.errors import EngineMemoryError, UnsupportedModelError
+from engine.kv_cache import LayerArrivals
 from engine.kv_layout import kv_layout
 from engine.runner import ModelRunner
 from engine.types import Request, ResumedChoice, SamplingParams
@@ -29,6 +32,7 @@ from tests.kv_host_helpers import (
     always_copies,
     answers_in_turns,
     check_no_leak,
+    layered_copies,
     runner_with_host,
     slow_copies,
 )
@@ -152,10 +156,89 @@ def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> N
     answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 2)
     load = engine.load()
     assert load.kv_host.num_dropped_blocks == 0
-    # A step waits for stores of blocks that it writes, one a prompt, and not of those of a load.
-    assert copier.num_held - num_held <= 10
+    # A step waits for the load of its prompt, and for stores of blocks that it writes, one a
+    # prompt: not for those of the blocks of the load.
+    assert 10 < copier.num_held - num_held <= 20
     assert load.kv_host.hit_tokens == 10 * 160
     check_no_leak(engine)
+
+
+def test_a_step_computes_the_first_layers_while_the_last_ones_arrive(tmp_path: Path) -> None:
+    """A part of a load that is read before it is waited for is not a number."""
+    base = make_base(tmp_path / "base", num_hidden_layers=6)
+    prompts = [random_prompt(70, seed=seed) for seed in range(4)]
+
+    def answers(host: int) -> list[tuple[int, ...]]:
+        runner = make_runner(base, num_blocks=50 if host else 900, kv_host_bytes=host)
+        copier = layered_copies(runner) if host else None
+        engine = open_engine(runner)
+        if host:
+            always_copies(engine)
+        found = answers_in_turns(engine, prompts, GREEDY, 3)
+        if copier is not None:
+            assert copier.num_in_parts == 2 * len(prompts)
+            assert engine.load().kv_host.hit_tokens > 2 * 4 * 60
+            check_no_leak(engine)
+        return found
+
+    assert answers(HOST) == answers(0)
+
+
+def test_the_next_step_waits_for_a_load_whose_request_is_gone(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", num_hidden_layers=6)
+    prompts = [random_prompt(70, seed=seed) for seed in range(4)]
+    expected = answers_in_turns(open_engine(make_runner(base, num_blocks=900)), prompts, GREEDY, 1)
+    runner = make_runner(base, num_blocks=50, kv_host_bytes=HOST)
+    copier = layered_copies(runner)
+    engine = open_engine(runner)
+    always_copies(engine)
+    answers_in_turns(engine, prompts, GREEDY, 1)
+    engine.add_request(Request("gone", tuple(prompts[0]), GREEDY))
+    batch = engine.scheduler.schedule()
+    assert [item.sequence.request.request_id for item in batch.sequences] == ["gone"]
+    assert copier.num_in_parts == 1
+    copier._left = 1000  # no copy ends by itself
+    engine.abort("gone")
+    assert answers_in_turns(engine, prompts[:1], GREEDY, 1) == expected[:1]
+    check_no_leak(engine)
+
+
+def test_layers_wait_for_their_parts_in_order() -> None:
+    waits: list[tuple[str, int]] = []
+
+    def parts(name: str) -> list[tuple[int, SimpleNamespace]]:
+        return [
+            (first, SimpleNamespace(wait=partial(waits.append, (name, first))))
+            for first in (0, 3, 5)
+        ]
+
+    arrivals = LayerArrivals()
+    arrivals.wait(0)
+    arrivals.wait_for_all()
+    assert not waits
+    arrivals.expect(parts("a"))
+    for layer in range(5):
+        arrivals.wait(layer)
+        assert waits == [("a", 0), ("a", 3)][: 1 + (layer >= 3)]
+    arrivals.expect(parts("b"))  # the step before failed: these end after its last part
+    arrivals.wait(0)
+    arrivals.wait_for_all()
+    arrivals.wait(7)
+    assert waits[2:] == [("b", 0), ("b", 5)]
+
+
+def test_a_step_that_waits_for_a_load_measures_nothing() -> None:
+    runner = FakeRunner(24, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    runner_with_host(runner, 120)
+    engine, _ = make_engine(runner)
+    always_copies(engine)
+    prompts = [[1 + i, *([7] * 40)] for i in range(7)]
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 1)
+    measured: list[int] = []
+    engine._cost.observe = lambda *numbers: measured.append(numbers[0])  # type: ignore[method-assign]
+    answers_in_turns(engine, prompts[:1], SamplingParams(max_tokens=2), 1)
+    assert engine.load().kv_host.loaded_bytes
+    assert measured == [0]  # the decode alone
 
 
 def test_a_load_that_nobody_waits_for_holds_no_block_of_an_idle_engine() -> None:

@@ -40,7 +40,7 @@ def open_copier(
 ) -> tuple[CudaBlockCopier, KVCache]:
     blocks = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
     kv = KVCache((), (), (), blocks)
-    return CudaBlockCopier(blocks, allocate_slots(32 * block_bytes, kv)), kv
+    return CudaBlockCopier(kv, allocate_slots(32 * block_bytes, kv)), kv
 
 
 def test_blocks_come_back_equal_to_the_bit() -> None:
@@ -94,6 +94,90 @@ def test_a_load_begins_after_the_steps_that_read_its_blocks() -> None:
     torch.cuda._sleep(_LONG)
     read = kv.blocks[4].clone()
     copier.load([5], [4]).synchronize()
+    assert bool((read == 1).all())
+    assert bool((kv.blocks[4] == 7).all())
+
+
+def open_layers(num_layers: int) -> tuple[CudaBlockCopier, KVCache]:
+    """Returns a copier of blocks of 16 KiB for K and for V of each layer."""
+    blocks = torch.zeros((64, 2 * num_layers << 14), dtype=torch.uint8, device="cuda")
+    layers = tuple(blocks.view(-1, 1, 1, 1 << 14)[i:] for i in range(2 * num_layers))
+    kv = KVCache(layers[:num_layers], layers[num_layers:], (0,) * num_layers, blocks)
+    return CudaBlockCopier(kv, allocate_slots(blocks[:32].nbytes, kv)), kv
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 4, 30])
+def test_parts_of_layers_come_back_equal_to_the_bit(num_layers: int) -> None:
+    copier, kv = open_layers(num_layers)
+    assert kv.blocks is not None
+    kv.blocks.random_(0, 256)
+    before = kv.blocks.clone()
+    blocks, slots = [5, 6, 7, 9, 3, 2, 40], [0, 1, 2, 3, 31, 30, 17]
+    copier.store(blocks, slots).synchronize()
+    kv.blocks.zero_()
+    loaded = copier.load(slots, blocks, in_parts=True)
+    loaded.synchronize()
+    assert torch.equal(kv.blocks[blocks], before[blocks])
+    others = [block for block in range(64) if block not in blocks]
+    assert not kv.blocks[others].any()
+    assert loaded.seconds() > 0
+
+
+def test_layers_are_read_after_their_part_and_before_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copier, kv = open_layers(8)
+    assert kv.blocks is not None
+    kv.blocks.fill_(7)
+    copier.store([3], [5]).synchronize()
+    kv.blocks.fill_(1)
+    marks: list[torch.cuda.Event] = []
+    mark = copier._mark
+
+    def mark_and_wait() -> torch.cuda.Event:
+        marks.append(mark())
+        if len(marks) == 3:  # after the begin and two of four parts
+            with torch.cuda.stream(copier._stream):
+                torch.cuda._sleep(_LONG)
+        return marks[-1]
+
+    monkeypatch.setattr(copier, "_mark", mark_and_wait)
+    copy = copier.load([5], [3], in_parts=True)
+    copier.hold_steps(copy)
+    found: list[torch.Tensor] = []
+    for layer in range(8):
+        if layer == 4:
+            torch.cuda.current_stream().synchronize()
+            assert not copy.query()
+        kv.arrivals.wait(layer)
+        found += [kv.k[layer][3 * 16].clone(), kv.v[layer][3 * 16].clone()]
+    torch.cuda.synchronize()
+    assert all(bool((one == 7).all()) for one in found)
+
+
+def test_a_graph_begins_after_all_parts() -> None:
+    copier, kv = open_layers(4)
+    assert kv.blocks is not None
+    kv.blocks[3].fill_(7)
+    copier.store([3], [5]).synchronize()
+    with torch.cuda.stream(copier._stream):
+        torch.cuda._sleep(_LONG)
+    copier.hold_steps(copier.load([5], [4], in_parts=True))
+    kv.arrivals.wait_for_all()
+    read = kv.blocks[4].clone()
+    torch.cuda.synchronize()
+    assert bool((read == 7).all())
+
+
+def test_a_load_in_parts_begins_after_the_steps_that_read_its_blocks() -> None:
+    copier, kv = open_layers(4)
+    assert kv.blocks is not None
+    kv.blocks[3].fill_(7)
+    copier.store([3], [5]).synchronize()
+    kv.blocks[4].fill_(1)
+    torch.cuda._sleep(_LONG)
+    read = kv.blocks[4].clone()
+    copier.load([5], [4], in_parts=True).synchronize()
     assert bool((read == 1).all())
     assert bool((kv.blocks[4] == 7).all())
 

@@ -13,6 +13,8 @@ from serve_app.cli.main import main
         ("serve x.yaml --timeout abc", "'--timeout': must be a number"),
         ("serve x.yaml --log-format y", "'--log-format': 'y' is not one of 'text', 'json'."),
         ("keys create --lowest-priority x", "'--lowest-priority': must be an integer"),
+        ("keys create --rpm 0", "'--rpm': must be at least 1"),
+        ("keys create --tokens-per-day -5", "'--tokens-per-day': must be at least 1"),
         ("canary start sql --version 1.5", "'--version': must be an integer"),
     ],
 )

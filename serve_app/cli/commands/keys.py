@@ -41,12 +41,16 @@ def create(
     duration: Annotated[
         str | None, typer.Option(help="Until it expires: 12h, 30d; default: never")
     ] = None,
-    rpm: Annotated[int | None, typer.Option(help="Requests per minute")] = None,
-    tpm: Annotated[int | None, typer.Option(help="Tokens per minute")] = None,
-    max_parallel_requests: Annotated[int | None, typer.Option(help="Requests at once")] = None,
-    tokens_per_day: Annotated[int | None, typer.Option(help="Tokens per day, UTC")] = None,
-    tokens_per_month: Annotated[int | None, typer.Option(help="Tokens per month, UTC")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer")] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Requests per minute")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens per minute")] = None,
+    max_parallel_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at once")
+    ] = None,
+    tokens_per_day: Annotated[int | None, typer.Option(min=1, help="Tokens per day, UTC")] = None,
+    tokens_per_month: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per month, UTC")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one answer")] = None,
     lowest_priority: Annotated[
         int | None,
         typer.Option(help="The smallest `priority` allowed, also of requests without one"),

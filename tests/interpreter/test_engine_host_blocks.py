@@ -5,21 +5,47 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from engine import piecewise_graphs
+from engine.device_step import DeviceSteps
+from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from tests.engine_agreement import Reply, make_engine, run_all
 from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
-from tests.kv_host_helpers import always_copies
+from tests.kv_host_helpers import always_copies, layered_copies
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
 
 
-def replies(base: Path, adapter: Path, backend: str, host: int) -> dict[str, Reply]:
+# numpy's, of what a capture computes: no step has filled its inputs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def make_pieces(runner: ModelRunner) -> None:
+    """Makes the pieces of steps of 8 tokens, whose work is called again instead of replayed."""
+    assert isinstance(runner._steps, DeviceSteps)
+    pieces = runner._steps._pieces
+    pieces._sizes = (8,)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
+        for key in pieces.keys:
+            pieces.capture(key, None)
+
+
+def replies(
+    base: Path, adapter: Path, backend: str, host: int, *, has_pieces: bool = False
+) -> dict[str, Reply]:
     """Returns the replies to prompts in chunks beside decodes, then to the same from the cache:
-    the device has room for one of them at a time."""
+    the device has room for one of them at a time. A part of a block that a step reads before it
+    waits for the part is not a number."""
     runner = make_runner(
         base, backend=backend, block_size=16, max_num_seqs=2, num_blocks=4, kv_host_bytes=host
     )
     runner.load_adapter("x", adapter)
+    copier = layered_copies(runner) if host else None
+    if has_pieces:
+        make_pieces(runner)
     engine = make_engine(runner, max_num_batched_tokens=32, max_num_seqs=2)
     if host:
         always_copies(engine)
@@ -28,16 +54,18 @@ def replies(base: Path, adapter: Path, backend: str, host: int) -> dict[str, Rep
         for i, owner in enumerate((None, "x")):
             prompt = tuple(random_prompt(36, seed=i))
             found |= run_all(engine, [Request(f"{turn} {i}", prompt, PARAMS, owner)])
-    if host:
+    if copier is not None:
         assert engine.load().kv_host.hit_tokens
+        assert copier.num_in_parts
     return found
 
 
-def test_steps_on_blocks_that_came_back_from_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_pieces", [False, True])
+def test_steps_on_blocks_that_came_back_from_the_host(tmp_path: Path, has_pieces: bool) -> None:
     base = make_base(tmp_path / "base", num_hidden_layers=2)
     adapter = make_adapter(tmp_path / "x", base, 4, ("q_proj", "k_proj", "v_proj"))
     expected = replies(base, adapter, "reference", 0)
-    found = replies(base, adapter, "triton", 1 << 20)
+    found = replies(base, adapter, "triton", 1 << 20, has_pieces=has_pieces)
     for name, reply in expected.items():
         assert reply.error is None
         assert found[name].tokens == reply.tokens

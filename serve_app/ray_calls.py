@@ -1,4 +1,5 @@
-"""Calls from an ingress to the manager, and the errors of remote calls.
+"""Calls from an ingress to the manager, calls apart from their HTTP request, and the errors of
+remote calls.
 
 The manager returns refusals as values, and `ask_manager` raises them at the ingress: Serve would
 log each exception of a replica as a failure with a traceback, and a wrong name in an operator's
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -20,6 +23,8 @@ from serve_app.errors import ServiceUnavailableError, to_api_error
 
 RAY_ERRORS = (RayError, RayServeException)
 Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,18 @@ async def ask_manager(method: DeploymentHandle[object], *arguments: object) -> o
     if isinstance(answer, Refusal):
         raise answer.error
     return answer
+
+
+def call_apart(
+    call: Callable[Arguments, Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Answer:
+    """Makes a handle's call as if outside the HTTP request that is being handled; only its id and
+    route, for the logs, go with it. When the client leaves, Ray and Serve cancel every call that
+    was made inside the request, often before the request itself learns that its client left. Serve
+    also confuses the calls of one request with each other."""
+    request, context = _get_serve_request_context(), Context()
+    context.run(_set_request_context, request.route, request.request_id)
+    return context.run(call, *args, **kwargs)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
+from ray.serve.context import _get_serve_request_context
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from starlette.requests import Request
 
 from serve_app.config import RouterArgs
 from serve_app.messages import RoutingRequest
+from serve_app.ray_calls import call_apart
 from serve_app.routing.policy import Ranked
 from serve_app.routing.state import routing_state
 from serve_app.routing.view import ReplicaView
+from serve_app.tasks import share
 
 APP = "fan"
 MAX_ONGOING = 3
@@ -31,6 +35,9 @@ class Call(msgspec.Struct):
     adapter: str | None = None
     has_ask: bool = True
     hold_s: float = 0.0
+    is_apart: bool = False  # see `call_apart`
+    # A file that gets "begun", then "cancelled", or "whole" and the request id at the replica.
+    fate: str = ""
 
 
 class Broken:
@@ -46,8 +53,16 @@ class Broken:
 
 
 class Echo:
-    async def say(self, ask: RoutingRequest | None, hold_s: float, call_id: str) -> tuple[str, str]:
-        await asyncio.sleep(hold_s)
+    async def say(
+        self, ask: RoutingRequest | None, hold_s: float, call_id: str, fate: str
+    ) -> tuple[str, str]:
+        _write(fate, "begun")
+        try:
+            await asyncio.sleep(hold_s)
+        except asyncio.CancelledError:
+            _write(fate, "cancelled")
+            raise
+        _write(fate, f"whole, {_get_serve_request_context().request_id}")
         return call_id, serve.get_replica_context().replica_id.unique_id
 
 
@@ -73,7 +88,19 @@ class Fan:
         if call.has_ask:
             avoid = frozenset(call.avoid)
             ask = RoutingRequest(call.id, 10, adapter=call.adapter, avoid=avoid, only=call.only)
-        return await self._echo.say.remote(ask, call.hold_s, call.id)
+        say, arguments = self._echo.say.remote, (ask, call.hold_s, call.id, call.fate)
+        response = call_apart(say, *arguments) if call.is_apart else say(*arguments)
+        # A response whose awaiter is cancelled cancels its call.
+        return await asyncio.shield(share(_answer(response), "answer"))
+
+
+async def _answer(response: DeploymentResponse[object]) -> object:
+    return await response
+
+
+def _write(fate: str, words: str) -> None:
+    if fate:
+        Path(fate).write_text(words)
 
 
 def fan_application(router: RouterArgs) -> serve.Application:

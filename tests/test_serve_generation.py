@@ -8,6 +8,7 @@ import asyncio
 import pickle
 import time
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import TaskCancelledError
 from ray.serve._private.replica_result import ActorReplicaResult
+from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.handle import DeploymentResponse
 
 from engine.errors import EngineDeadError
@@ -265,21 +267,6 @@ async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -
         generation.close()
 
 
-async def test_a_call_that_serve_cancels_for_a_client_that_left_ends_as_such() -> None:
-    async with running_fleet(1) as fleet:
-        fleet.args = MigrationArgs(limit=0)
-        generation = fleet.generate(make_request(PROMPT))
-        await read_some(generation, 5)
-        reading = asyncio.create_task(read_all(generation))
-        await asyncio.sleep(0)
-        assert generation._attempt is not None
-        generation._attempt.stream.fail(CallCancelledError("the call was cancelled"))
-        await asyncio.sleep(0.05)
-        generation.fail(ClientGoneError())
-        with pytest.raises(ClientGoneError):
-            await reading
-
-
 async def test_an_engine_that_stays_hung_ends_the_calls_that_nobody_moved() -> None:
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(limit=0)
@@ -501,6 +488,29 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
         await asyncio.wait_for(attempt.stream.read(), 10)
     attempt.close(())
     server.close()
+
+
+async def test_the_call_is_made_apart_from_the_http_request() -> None:
+    """Ray finds the calls to cancel with a request by a variable of the context."""
+    of_ray = ContextVar("of_ray", default="")
+    seen: list[tuple[str, str, str]] = []
+
+    def submit(call: SubmitCall) -> _CancelledResponse:
+        request = _get_serve_request_context()
+        seen.append((of_ray.get(), request._internal_request_id, request.request_id))
+        return _CancelledResponse()
+
+    of_ray.set("the request's task")
+    _set_request_context(request_id="of-the-client", _internal_request_id="internal")
+    server = StreamServer(EngineEvents())
+    await server.listen("127.0.0.1")
+    request = make_request(PROMPT)
+    routing = make_routing_request([request], (), PacedEngine().model_limits)
+    handle = SimpleNamespace(submit=SimpleNamespace(remote=submit))
+    call = SubmitCall((request,), (), server.address, routing)
+    Attempt(server, made_base(MigrationArgs(), handle), call).close(())
+    server.close()
+    assert seen == [("", "", "of-the-client")]
 
 
 async def test_a_replica_gets_a_call_without_the_part_for_the_router() -> None:

@@ -3,9 +3,13 @@ decision that was made for it, and every call gets a replica whatever happens.""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
+from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -104,3 +108,22 @@ def test_a_policy_that_fails_is_counted_and_costs_no_request(url: str, is_broken
 def test_what_was_placed_goes_with_its_call(url: str, is_broken: bool) -> None:
     fan(url, [{}] * 5)
     eventually(lambda: fan(url, [{"has_ask": False}])["placed"] == 0)
+
+
+def test_a_call_apart_outlives_the_client_and_keeps_the_id_of_the_request(
+    url: str, is_broken: bool, tmp_path: Path
+) -> None:
+    inside, apart = tmp_path / "inside", tmp_path / "apart"
+    calls = [
+        {"id": "0", "hold_s": 600, "fate": str(inside)},
+        {"id": "1", "hold_s": 3, "fate": str(apart), "is_apart": True},
+    ]
+    place = urlsplit(url)
+    connection = HTTPConnection(place.hostname or "", place.port)
+    headers = {"x-request-id": "of-the-client"}
+    connection.request("POST", place.path, json.dumps(calls), headers)
+    eventually(lambda: inside.exists() and apart.exists())
+    connection.close()
+    eventually(lambda: inside.read_text() == "cancelled")  # what `call_apart` is for
+    eventually(lambda: apart.read_text() not in ("", "begun"))
+    assert apart.read_text() == "whole, of-the-client"

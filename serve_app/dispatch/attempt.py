@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from contextvars import Context
 from typing import cast
 
 from ray.exceptions import RayActorError, RayError
@@ -22,7 +21,7 @@ from engine.errors import EngineDeadError
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, OverloadedError, ServiceUnavailableError
 from serve_app.messages import SubmitCall
-from serve_app.ray_calls import root_cause
+from serve_app.ray_calls import call_apart, root_cause
 from serve_app.stream.server import StreamServer
 from serve_app.stream.wire import StreamError
 from serve_app.tasks import spawn
@@ -34,7 +33,7 @@ _RETURN_S = 1.0
 
 
 class CallCancelledError(EngineDeadError):
-    """Serve cancelled the call: the client left, or the replica was stopped."""
+    """Serve cancelled the call, because the replica was stopped."""
 
 
 class UnconnectedError(EngineDeadError):
@@ -62,9 +61,9 @@ class Attempt:
         self._is_closed = False
         self.stream = server.open(request.request_id for request in call.requests)
         try:
-            submit = base.handle.submit.remote
-            # A later call runs in its own context: Serve would confuse it with the call before.
-            response = submit(call) if is_first else Context().run(submit, call)
+            # The generation alone decides when the call ends: a cancellation that came before the
+            # report of a client that left would look like the loss of the engine.
+            response = call_apart(base.handle.submit.remote, call)
         except BaseException:
             self.stream.close()
             raise

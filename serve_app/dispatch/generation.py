@@ -15,7 +15,7 @@ import time
 
 from engine.types import NO_MEMORY, EngineLoad, Request, TokenOutput
 from registry.entities import WeightedVersion
-from serve_app.dispatch.attempt import Attempt, CallCancelledError
+from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migration_state import MigrationState, NotAcceptedError
 from serve_app.dispatch.migrations import Migrations, SuspectTurn
@@ -28,7 +28,6 @@ from serve_app.routing.request import make_routing_request
 MAX_TURN_S = 10.0  # of a suspect at an engine without a token; then the next suspect may go
 MAX_HOLD_S = 5.0  # of requests that wait for an exclusive suspect
 _QUIET_CHECK_S = 0.02
-_CLIENT_GONE_S = 0.5  # for the report that the client of a cancelled call left
 
 
 class Generation:
@@ -130,9 +129,6 @@ class Generation:
     async def _migrate(self, attempt: Attempt, error: Exception) -> None:
         """Makes another attempt, or raises the error for the reader."""
         state, app_name = self._state, self._base.app_name
-        if isinstance(error, CallCancelledError) and not attempt.is_movable:
-            # Serve cancels the calls of a client that left, sometimes before it reports the client.
-            await self._wait(_CLIENT_GONE_S)
         is_on_trial = self._turn is not None
         try:
             pause_s = state.on_failure(error, attempt, is_on_trial=is_on_trial)

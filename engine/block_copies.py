@@ -131,10 +131,12 @@ class CudaBlockCopier(CpuBlockCopier):
 
     def hold_steps(self, copy: BlockCopy) -> None:
         assert isinstance(copy, _CudaCopy)
+        # A step writes K and V of a layer before it waits for the layer's part: it would overtake
+        # the stores before the load, for which other ranks get no message of their own.
+        awaited = copy.begin if copy.parts else copy.end
+        torch.cuda.current_stream(self._blocks.device).wait_event(awaited)
         if copy.parts:
             self._arrivals.expect(copy.parts)
-        else:
-            torch.cuda.current_stream(self._blocks.device).wait_event(copy.end)
 
     def _copy(
         self, source: torch.Tensor, rows: Sequence[int], to: torch.Tensor, places: Sequence[int]
@@ -256,10 +258,10 @@ def layer_parts(kv: KVCache) -> tuple[LayerPart, ...]:
     """Returns the parts of a load, first layers first; none where layers of two groups share
     blocks, in other places of each."""
     assert kv.blocks is not None, "blocks are copied whole"
-    if any(kv.table_of):
+    if any(kv.table_of) or not kv.k:
         return ()
     pitch, num_layers = kv.blocks.shape[1] // 2, len(kv.k)
-    layer_bytes, num_parts = pitch // max(1, num_layers), min(_NUM_PARTS, num_layers)
+    layer_bytes, num_parts = pitch // num_layers, min(_NUM_PARTS, num_layers)
     bounds = [num_layers * part // num_parts for part in range(num_parts + 1)]
     return tuple(
         LayerPart(first, Columns(pitch, first * layer_bytes, (end - first) * layer_bytes))

@@ -69,8 +69,9 @@ class BlockCopier(Protocol):
         ...
 
     def hold_steps(self, copy: BlockCopy) -> None:
-        """Has every step that is launched from now on begin after the copy; after a load in parts,
-        the next one reads each layer after the layer's part."""
+        """Has every step that is launched from now on begin after the copy and all before it. After
+        a load in parts, they begin after the copies before it, and the next step reads each layer
+        after the layer's part."""
         ...
 
 

@@ -163,7 +163,8 @@ class LayeredCopier(SlowCopier):
     def load(
         self, slots: Sequence[int], blocks: Sequence[int], *, in_parts: bool = False
     ) -> SlowCopy:
-        if not in_parts:
+        layers = layer_parts(self._kv) if in_parts else ()
+        if not layers:
             return super().load(slots, blocks)
         self.num_in_parts += 1
         contents = [self.slots[slot] for slot in slots]
@@ -177,9 +178,7 @@ class LayeredCopier(SlowCopier):
                 end = columns.start + columns.width
                 to[:, columns.start : end] = content.view(to.shape)[:, columns.start : end]
 
-        parts = [
-            (one.first_layer, _Part(partial(write, one.columns))) for one in layer_parts(self._kv)
-        ]
+        parts = [(one.first_layer, _Part(partial(write, one.columns))) for one in layers]
         copy = self._begin(lambda: [part.wait() for _, part in parts])
         self._parts_of[copy] = parts
         return copy
@@ -236,8 +235,7 @@ def copy_as_late_as_allowed() -> None:
         own = open_block_copies(config, kv, group)
         if own is None:
             return None
-        assert kv.blocks is not None
-        return _slow_copier(kv.blocks, own.num_slots, lambda: 1 << 62)
+        return LayeredCopier(kv, own.num_slots, lambda: 1 << 62)
 
     follower.open_block_copies = open_slow  # type: ignore[assignment]
 

@@ -169,6 +169,19 @@ def test_a_graph_begins_after_all_parts() -> None:
     assert bool((read == 7).all())
 
 
+def test_steps_write_no_block_before_the_stores_in_front_of_a_load_in_parts() -> None:
+    copier, kv = open_layers(4)
+    assert kv.blocks is not None
+    kv.blocks[3].fill_(7)
+    with torch.cuda.stream(copier._stream):
+        torch.cuda._sleep(_LONG)
+    copier.store([3], [5])
+    copier.hold_steps(copier.load([6], [4], in_parts=True))
+    kv.blocks[3].fill_(1)  # as K of the first layer, which a step writes before it reads the layer
+    torch.cuda.synchronize()
+    assert bool((copier._host[5] == 7).all())
+
+
 def test_a_load_in_parts_begins_after_the_steps_that_read_its_blocks() -> None:
     copier, kv = open_layers(4)
     assert kv.blocks is not None

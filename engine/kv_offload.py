@@ -247,9 +247,12 @@ class KVOffload:
         slots = [self._host.hold(one.name) for one in found]
         self._store_next(num_allocations)  # a load may be larger than a step
         self._is_for_load = True
-        blocks = tuple(self._pool.allocate(len(found)))
+        taken = sorted(self._pool.allocate(len(found)))
         self._is_for_load = False
-        copy = self._copier.load(slots, blocks, in_parts=is_awaited)
+        # Any block will do for any slot, and neighbours are one copy: both in order.
+        block_of = dict(zip(sorted(slots), taken, strict=True))
+        copy = self._copier.load(tuple(block_of), taken, in_parts=is_awaited)
+        blocks = tuple(block_of[slot] for slot in slots)
         load = _Load(copy, sequence, kept, found, blocks, is_awaited)
         self._loads.append(load)
         self._loading |= {one.name for one in found}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.block_copies import runs_of
 from engine.block_tables import BlockTables
 from engine.blocks import BlockPool
 from engine.core import Engine
@@ -29,6 +30,7 @@ from tests.engine_helpers import (
 from tests.fakes import FakeRunner, make_config, make_engine, make_request
 from tests.family_bases import VARIANTS, make_family_base
 from tests.kv_host_helpers import (
+    SlowCopy,
     always_copies,
     answers_in_turns,
     check_no_leak,
@@ -161,6 +163,26 @@ def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> N
     assert 10 < copier.num_held - num_held <= 20
     assert load.kv_host.hit_tokens == 10 * 160
     check_no_leak(engine)
+
+
+def test_a_load_is_a_few_copies_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix is stored from its end on: in its own order no two blocks are neighbours."""
+    runner = FakeRunner(100, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    copier = runner_with_host(runner, 2000)
+    engine, _ = make_engine(runner, max_num_batched_tokens=64, max_num_seqs=2)
+    always_copies(engine)
+    counts: list[tuple[int, int]] = []
+    load = copier.load
+
+    def count(slots: list[int], blocks: list[int], *, in_parts: bool = False) -> SlowCopy:
+        counts.append((len(slots), len(list(runs_of(slots, blocks)))))
+        return load(slots, blocks, in_parts=in_parts)
+
+    monkeypatch.setattr(copier, "load", count)
+    prompts = [[1 + i, *([7] * 160)] for i in range(5)]  # 40 blocks each
+    answers_in_turns(engine, prompts, SamplingParams(max_tokens=1), 4)
+    assert len(counts) == 15
+    assert all(num_blocks == 40 and num_runs <= 8 for num_blocks, num_runs in counts)
 
 
 def test_a_step_computes_the_first_layers_while_the_last_ones_arrive(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class KVOffload:
         self._most_loading = max(1, _LOAD_BYTES // copier.block_bytes)
         self._most_awaited = _AWAITED_BYTES // copier.block_bytes
         self._is_awaited = False  # a load, by the next step
+        self._step_blocks = step_blocks
         # Allocations that must lose no block; with more, a small host would store some in turns.
         self._num_ahead = min(host.num_slots, _SAVED_STEPS * step_blocks)
         self._store_block_s = self._load_block_s = 0.0  # means; 0: unknown
@@ -153,7 +154,8 @@ class KVOffload:
             return "none"  # it cannot be placed either
         missing = [one for one in hit.found if one.name not in self._loading]
         if is_alone and len(hit.found) == len(missing) <= self._most_awaited:
-            self._load(sequence, hit.kept, hit.found, needed, is_awaited=True)
+            in_step = min(needed, len(hit.found) + self._step_blocks)
+            self._load(sequence, hit.kept, hit.found, in_step, is_awaited=True)
             sequence.num_host_tokens = max(sequence.num_host_tokens, hit.num_tokens)
             return "none"
         started = tuple(missing[: max(0, self._most_loading - self._num_loading)])
@@ -242,7 +244,8 @@ class KVOffload:
         *,
         is_awaited: bool,
     ) -> None:
-        """`num_allocations`: for the sequence in this step, with the blocks of the load."""
+        """`num_allocations`: for the sequence in this step, with the blocks of the load. The load
+        follows their stores."""
         self._pool.hold(kept)  # before the allocation, which evicts idle blocks
         slots = [self._host.hold(one.name) for one in found]
         self._store_next(num_allocations)  # a load may be larger than a step

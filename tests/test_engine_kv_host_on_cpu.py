@@ -165,6 +165,26 @@ def test_a_load_of_more_blocks_than_a_step_evicts_none_that_is_not_stored() -> N
     check_no_leak(engine)
 
 
+def test_a_load_waits_for_the_stores_of_a_step_and_not_of_a_long_prompt() -> None:
+    runner = FakeRunner(1000, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))
+    copier = runner_with_host(runner, 4000)
+    engine, _ = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=2)
+    always_copies(engine)
+    prefix = [1 + i % 7 for i in range(40)]
+    others = [[9 + i % 6, i // 6, *([7] * 200)] for i in range(30)]  # as many blocks as there are
+    answers_in_turns(engine, [prefix, *others], SamplingParams(max_tokens=1), 1)
+    offload = engine._offload
+    assert offload is not None
+    offload.begin_step()
+    copier._left = 1000  # no copy ends by itself
+    stored = offload._host.num_storing
+    engine.add_request(make_request("long", [*prefix, *([8] * 3000)]))
+    (item,) = engine.scheduler.schedule().sequences
+    assert item.start == 40
+    assert offload._host.num_storing - stored <= 10 + offload._step_blocks
+    assert engine.load().kv_host.num_dropped_blocks == 0
+
+
 def test_a_load_is_a_few_copies_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix is stored from its end on: in its own order no two blocks are neighbours."""
     runner = FakeRunner(100, layout=kv_layout((None,), 4, 1 << 20, is_contiguous=True))

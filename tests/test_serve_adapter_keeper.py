@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -193,6 +194,20 @@ async def test_what_is_on_disk_does_not_wait_behind_downloads(tmp_path: Path) ->
     text = loads.times.text({}).decode()
     assert 'loraplex_adapter_load_seconds_count{tier="registry"} 10.0' in text
     assert 'loraplex_adapter_load_seconds_count{tier="disk"} 1.0' in text
+
+
+async def test_a_load_is_no_part_of_the_request_that_began_it(replica: Replica) -> None:
+    """Ray finds the calls to cancel with a request by a variable of the context."""
+    of_ray = ContextVar("of_ray", default="")
+    of_ray.set("the request's task")
+    seen: list[str] = []
+
+    def load(name: str, digest: str, path: str) -> Awaitable[object]:
+        seen.append(of_ray.get())
+        return replica.engine.load_adapter(name, digest, path)
+
+    await AdapterLoads(replica.registry, load).ensure(replica.adapter("a"))
+    assert seen == [""]
 
 
 async def test_only_the_load_that_was_seen_is_forgotten(replica: Replica) -> None:

@@ -29,7 +29,7 @@ from registry.quarantine import Quarantine
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.metrics.replica import LoadTimes
 from serve_app.platform_view import RegistryReader
-from serve_app.ray_calls import root_cause
+from serve_app.ray_calls import call_apart, root_cause
 from serve_app.tasks import has_failed, share
 from serve_app.text.adapter_text import own_files, read_adapter_files
 from serve_app.text.base_text import read_files
@@ -219,7 +219,8 @@ class AdapterLoads:
         delay_s, max_delay_s = _ROOM_POLL_S
         while True:
             try:
-                await self._load_into_engine(adapter.name, adapter.digest, str(folder))
+                # Apart: Ray would cancel it with the request that began it, and others wait, too.
+                await call_apart(self._load_into_engine, adapter.name, adapter.digest, str(folder))
                 return
             except RayTaskError as error:
                 cause = root_cause(error)

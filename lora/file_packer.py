@@ -63,6 +63,8 @@ _NO_STRUCTURE = (
     "inference_mode",
     "peft_version",
 )
+# Lists that PEFT saves from sets: their order is another one in each training process.
+_SETS = ("target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,15 @@ def _form_of(fields: dict[str, object], file: FileIO) -> FileForm:
     header, num_bytes = read_header_text(file, WEIGHTS_FILE)
     # The order of the fields has no meaning; that of patterns in one has.
     kept = sorted(field for field in fields.items() if field[0] not in _NO_STRUCTURE)
+    kept = [(name, _sorted(value) if name in _SETS else value) for name, value in kept]
     texts = hashlib.sha256(json.dumps(kept).encode() + b"\n" + header)
     return FileForm(texts.digest(), 8 + len(header), num_bytes)
+
+
+def _sorted(value: object) -> object:
+    """Returns the items of a list as texts in order, which items of any types have; other values as
+    they are."""
+    return sorted(map(json.dumps, value)) if isinstance(value, list) else value
 
 
 def _strip_copy(copy: RowsCopy, source: int, image: int) -> StripCopy:

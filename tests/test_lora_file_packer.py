@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from io import FileIO
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,21 @@ def test_the_order_of_patterns_is_part_of_a_form(tmp_path: Path) -> None:
     turned = dict(reversed(patterns.items()))
     with pytest.raises(AdapterError, match=r"model\.q_proj has rank 4, adapter_config.json has 8"):
         packer.pack("second", write(tmp_path / "3", tensors, rank_pattern=turned), ReadBuffer())
+
+
+def test_the_order_of_module_names_is_no_part_of_a_form(tmp_path: Path) -> None:
+    """PEFT keeps them in a set, whose order depends on the hashes of the training process."""
+    packer, pool = make_packer(torch.float16)
+    for number, names in enumerate(permutations(NAMES)):
+        excluded = ["x_proj", "y_proj"][:: (-1) ** number]
+        fields = {"target_modules": list(names), "exclude_modules": excluded}
+        folder = write(tmp_path / str(number), halves(number), **fields)
+        assert_equal(packer.pack("found", folder, ReadBuffer()), full(pool, folder), pool)
+    assert num_plans(packer) == 1
+    for odd in ([*NAMES, 1], [*NAMES, None], {"q_proj": 1}, ["q_proj", "k_proj"]):
+        folder = write(tmp_path / "odd", halves(), target_modules=odd)
+        with pytest.raises(AdapterError, match="target_modules"):
+            packer.pack("odd", folder, ReadBuffer())
 
 
 def test_a_scale_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:

@@ -138,12 +138,15 @@ class FilePacker:
         """Returns the form of the files, and the adapter if there is a plan for it; None where the
         files are not as they should be, for which the full way gives the reason."""
         form = None
-        with suppress(OSError, AdapterError), open_regular(path / WEIGHTS_FILE) as file:
-            fields = read_fields(path)
-            form = _form_of(fields, file)
-            plan = self._find(form)
-            if plan is not None:
-                return form, self._pack_by_plan(plan, form, fields, file, buffer)
+        try:
+            with suppress(OSError, AdapterError), open_regular(path / WEIGHTS_FILE) as file:
+                fields = read_fields(path)
+                form = _form_of(fields, file)
+                plan = self._find(form)
+                if plan is not None:
+                    return form, self._pack_by_plan(plan, form, fields, file, buffer)
+        except RuntimeError as error:  # the device may lack memory, which the full way needs not
+            logger.warning("an adapter is packed without the plan of its form: %s", error)
         return form, None
 
     def _find(self, form: FileForm) -> PackingPlan | None:

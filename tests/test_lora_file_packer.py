@@ -272,6 +272,22 @@ def test_a_plan_that_cannot_be_made_costs_no_adapter(
     assert not packer._plans
 
 
+def test_a_device_without_memory_for_a_plan_costs_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    packer, folder = planned(tmp_path), write(tmp_path / "second", halves(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(file_packer, "copy_strips", fail)
+        packed = packer.pack("second", folder, ReadBuffer())
+    assert_equal(packed, full(packer._pool, folder), packer._pool)
+    assert num_plans(packer) == 1
+    monkeypatch.setattr(file_packer, "read_adapter", None)
+    assert packer.pack("second", folder, ReadBuffer()).digest == "second"
+
+
 def test_types_that_differ_and_files_beyond_the_buffer_have_no_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,9 @@ class Speculation:
                 for index, draft in drafts.items()
                 if not self._running[parts[index].sequence].is_gated
             }
-        if not drafts or self._num_in_row[has_prompts] >= _PLAIN_EVERY:
+        # Prompts have no token until a step without them and without drafts was measured.
+        must_measure = self._cost.lacks_decode_steps
+        if not drafts or must_measure or self._num_in_row[has_prompts] >= _PLAIN_EVERY:
             self._num_in_row[has_prompts] = 0
             self._is_measuring = bool(drafts)
             return

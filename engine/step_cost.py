@@ -164,7 +164,8 @@ class StepCost:
         self._num_steps += 1
         if self._num_steps <= _SKIPPED:
             return
-        if not num_prompt_tokens and self._num_steps > _ALL and self._num_steps % _EVERY:
+        is_spared = self._num_steps > _ALL and self._num_steps % _EVERY
+        if not num_prompt_tokens and is_spared and not self.lacks_decode_steps:
             return
         seconds = max(seconds, 1e-9)
         if num_prompt_tokens:

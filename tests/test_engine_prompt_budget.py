@@ -51,6 +51,16 @@ def test_after_a_few_steps_with_prompts_a_step_without_is_measured() -> None:
     assert prompt_budget(CONFIG, cost, 12, 20, 5000) > 500
 
 
+def test_the_first_step_without_prompts_is_measured_whatever_its_number() -> None:
+    """Later only every fourth is, and until then prompts had no tokens."""
+    cost = StepCost()
+    for index in range(70):
+        cost.observe(900, 3 if index > 60 else 0, 0.02)
+    assert prompt_budget(CONFIG, cost, 12, 20, 5000) == 0
+    cost.observe(0, 12, 0.005)
+    assert prompt_budget(CONFIG, cost, 12, 20, 5000) > 0
+
+
 def test_the_first_burst_of_a_process_is_as_quick_as_the_next_ones() -> None:
     """No step was without prompts until its last prompt, so that none was measured: the whole burst
     had 512 tokens a step, and a tenth fewer tokens a second than later ones."""

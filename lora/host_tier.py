@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from lora.errors import HostMemoryError
 from lora.page_image import PackedAdapter
 
 # After its load an adapter waits so long for its first request, which is on its way: adapters that
-# are loaded at once do not drop each other.
-_FRESH_S = 5.0
+# are loaded at once do not drop each other. Only the newest few, so that loads without requests do
+# not take the room of adapters in use.
+_FRESH_S, _MAX_FRESH = 5.0, 4
 
 
 class HostTier(Mapping[str, PackedAdapter]):
@@ -23,7 +24,7 @@ class HostTier(Mapping[str, PackedAdapter]):
         self.num_bytes = 0
         self._adapters: OrderedDict[str, PackedAdapter] = OrderedDict()
         self.used_s: dict[str, float] = {}  # Unix time of each adapter's last use
-        self._unused: dict[str, float] = {}  # the time of the load, until the first use
+        self._unused: dict[str, float] = {}  # when it was loaded, until its first use
 
     def __getitem__(self, digest: str) -> PackedAdapter:
         return self._adapters[digest]
@@ -41,8 +42,11 @@ class HostTier(Mapping[str, PackedAdapter]):
         self._unused[packed.digest] = time.monotonic()
 
     def is_fresh(self, digest: str) -> bool:
-        """Returns True for an adapter that was just loaded and not used yet."""
-        return time.monotonic() - self._unused.get(digest, -math.inf) < _FRESH_S
+        """Returns True for an adapter that was just loaded, as one of the newest, and not used
+        yet."""
+        if digest not in islice(reversed(self._unused), _MAX_FRESH):
+            return False
+        return time.monotonic() - self._unused[digest] < _FRESH_S
 
     def note_use(self, digest: str) -> None:
         self._unused.pop(digest, None)

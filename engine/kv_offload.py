@@ -12,9 +12,9 @@ Blocks that are evicted before a copy of them has begun are lost, and counted.
 
 A sequence whose prefix continues on the host waits for its copies as others wait for adapters:
 younger ones pass, within the blocks that it leaves. Loaded blocks are published when their copy has
-landed and not before, and the sequence then finds them as any cached prefix. If nothing else runs,
-a step that waits on the device holds up no other sequence: the blocks are published at once, and
-the step computes the first layers while the last ones arrive. A preempted sequence is no special
+landed and not before, and the sequence then finds them as any cached prefix. If there is no other
+request, a step that waits on the device holds up none: the blocks are published at once, and the
+step computes the first layers while the last ones arrive. A preempted sequence is no special
 case: its full blocks are findable, they are stored before they can be evicted, and it returns as a
 sequence with a long prefix.
 
@@ -139,9 +139,9 @@ class KVOffload:
         """Begins to load the part of a waiting sequence's prefix that only the host has, if it has
         room for the whole sequence and a load is cheaper than computing.
 
-        `is_alone`: no sequence runs. Returns "none" if nothing is to be loaded or the next step
-        waits for it, "loading" if the sequence waits for copies, and "full" if no further copy can
-        begin in this step.
+        `is_alone`: there is no other request. Returns "none" if nothing is to be loaded or the next
+        step waits for it, "loading" if the sequence waits for copies, and "full" if no further copy
+        can begin in this step.
         """
         if not self._pool.num_free or not self._host.num_used:
             return "none"

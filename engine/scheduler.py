@@ -290,7 +290,7 @@ class Scheduler:
                 continue
             wait = "none"
             if self._offload is not None:
-                wait = self._offload.wait_for(sequence, is_alone=not self._running)
+                wait = self._offload.wait_for(sequence, is_alone=len(self._groups) == 1)
             if wait == "loading":
                 self._gate.release(sequence)
                 continue

@@ -77,9 +77,10 @@ class StepTimes:
         step's launch. Do not time from the previous collect: it happens after this launch, which
         may keep the host busy longer than the device, so that prompts would look free."""
         seconds = step.launch_s + waited_s
-        charge_step(step.batch, seconds)
         if step.loads_kv:
+            charge_step(step.batch, step.expected_s or seconds)
             return
+        charge_step(step.batch, seconds)
         self._longest.observe(step.num_prompt + step.num_drafted, seconds)
         if not step.num_drafted:
             self._cost.observe(step.num_prompt, step.num_decoding, seconds)

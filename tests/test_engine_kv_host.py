@@ -337,8 +337,6 @@ def test_younger_ones_pass_a_sequence_that_waits_for_its_load() -> None:
     while not copier.is_idle:
         offload.begin_step()
     copier._left = 30  # the next copy is slow
-    engine.add_request(make_request("first", 3, max_tokens=9))
-    engine.step()
     engine.add_request(make_request("late", prompt, max_tokens=2))
     engine.add_request(make_request("quick", 3, max_tokens=1))
     engine.step()

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -22,8 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from engine import piecewise_graphs
 from engine.config import EngineConfig
+from engine.device_step import DeviceSteps
 from engine.kv_layout import KVLayout
+from engine.piecewise_graphs import PiecewiseGraphs
 from engine.runner import ModelRunner
 from engine.types import (
     Request,
@@ -245,3 +249,16 @@ def hf_logits(model: torch.nn.Module, ids: Many[int]) -> torch.Tensor:
 def random_prompt(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def make_pieces(runner: ModelRunner, *sizes: int) -> PiecewiseGraphs:
+    """Makes the pieces of steps of so many tokens without graphs: a graph's work is called again
+    instead of replayed."""
+    assert isinstance(runner._steps, DeviceSteps)
+    pieces = runner._steps._pieces
+    pieces._sizes = sizes
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
+        for key in pieces.keys:
+            pieces.capture(key, None)
+    return pieces

@@ -154,8 +154,7 @@ class LayeredCopier(SlowCopier):
 
     def __init__(self, kv: KVCache, num_slots: int, polls: Callable[[], int]) -> None:
         assert kv.blocks is not None
-        slow = _slow_copier(kv.blocks, num_slots, polls)
-        super().__init__(slow._read, slow._write, num_slots, polls)
+        super().__init__(*_access_to(kv.blocks), num_slots, polls)
         self._kv = kv
         self._parts_of: dict[SlowCopy, list[tuple[int, _Part]]] = {}
         self.num_in_parts = 0
@@ -213,7 +212,7 @@ def slow_copies(runner: ModelRunner, polls: Callable[[], int]) -> SlowCopier:
     """Replaces the copies of a runner on a CPU by slow ones."""
     assert runner.kv_copies is not None
     assert runner._kv.blocks is not None
-    copier = _slow_copier(runner._kv.blocks, runner.kv_copies.num_slots, polls)
+    copier = SlowCopier(*_access_to(runner._kv.blocks), runner.kv_copies.num_slots, polls)
     runner.kv_copies = copier
     if runner.group is not None:
         runner.kv_copies = GroupBlockCopier(copier, runner.group)
@@ -240,14 +239,18 @@ def copy_as_late_as_allowed() -> None:
     follower.open_block_copies = open_slow  # type: ignore[assignment]
 
 
-def _slow_copier(blocks: torch.Tensor, num_slots: int, polls: Callable[[], int]) -> SlowCopier:
+def _access_to(
+    blocks: torch.Tensor,
+) -> tuple[Callable[[int], Content], Callable[[int, Content | None], None]]:
+    """Returns the functions that read a block, and that write it; None as its content spoils it."""
+
     def write(block: int, content: torch.Tensor | None) -> None:
         if content is None:
             blocks[block].fill_(255)  # not a number, as float32
         else:
             blocks[block].copy_(content)
 
-    return SlowCopier(lambda block: blocks[block].clone(), write, num_slots, polls)
+    return lambda block: blocks[block].clone(), write
 
 
 def always_copies(engine: Engine) -> None:

@@ -35,23 +35,27 @@ _FAR = (1 << 32) + (1 << 28)  # elements: neither int32 nor uint32 counts them
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def open_copier(
-    num_blocks: int = 64, block_bytes: int = 1 << 20
-) -> tuple[CudaBlockCopier, KVCache]:
-    blocks = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
-    kv = KVCache((), (), (), blocks)
-    return CudaBlockCopier(kv, allocate_slots(32 * block_bytes, kv)), kv
+def open_copier(num_layers: int = 32) -> tuple[CudaBlockCopier, KVCache]:
+    """Returns a copier of blocks of 16 KiB for K and for V of each layer."""
+    blocks = torch.zeros((64, 2 * num_layers << 14), dtype=torch.uint8, device="cuda")
+    layers = tuple(blocks.view(-1, 1, 1, 1 << 14)[i:] for i in range(2 * num_layers))
+    kv = KVCache(layers[:num_layers], layers[num_layers:], (0,) * num_layers, blocks)
+    return CudaBlockCopier(kv, allocate_slots(blocks[:32].nbytes, kv)), kv
 
 
-def test_blocks_come_back_equal_to_the_bit() -> None:
-    copier, kv = open_copier()
+@pytest.mark.parametrize(
+    ("num_layers", "in_parts"), [(32, False), (1, True), (3, True), (4, True), (30, True)]
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_blocks_come_back_equal_to_the_bit(num_layers: int, in_parts: bool, order: int) -> None:
+    copier, kv = open_copier(num_layers)
     assert kv.blocks is not None
     kv.blocks.random_(0, 256)
     before = kv.blocks.clone()
     blocks, slots = [5, 6, 7, 9, 3, 2, 40], [0, 1, 2, 3, 31, 30, 17]
     copier.store(blocks, slots).synchronize()
     kv.blocks.zero_()
-    loaded = copier.load(slots[::-1], blocks[::-1])
+    loaded = copier.load(slots[::order], blocks[::order], in_parts=in_parts)
     loaded.synchronize()
     assert torch.equal(kv.blocks[blocks], before[blocks])
     others = [block for block in range(64) if block not in blocks]
@@ -85,7 +89,8 @@ def test_steps_that_are_told_to_begin_after_a_store() -> None:
     assert bool((kv.blocks[3] == 9).all())
 
 
-def test_a_load_begins_after_the_steps_that_read_its_blocks() -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_load_begins_after_the_steps_that_read_its_blocks(in_parts: bool) -> None:
     copier, kv = open_copier()
     assert kv.blocks is not None
     kv.blocks[3].fill_(7)
@@ -93,40 +98,15 @@ def test_a_load_begins_after_the_steps_that_read_its_blocks() -> None:
     kv.blocks[4].fill_(1)
     torch.cuda._sleep(_LONG)
     read = kv.blocks[4].clone()
-    copier.load([5], [4]).synchronize()
+    copier.load([5], [4], in_parts=in_parts).synchronize()
     assert bool((read == 1).all())
     assert bool((kv.blocks[4] == 7).all())
-
-
-def open_layers(num_layers: int) -> tuple[CudaBlockCopier, KVCache]:
-    """Returns a copier of blocks of 16 KiB for K and for V of each layer."""
-    blocks = torch.zeros((64, 2 * num_layers << 14), dtype=torch.uint8, device="cuda")
-    layers = tuple(blocks.view(-1, 1, 1, 1 << 14)[i:] for i in range(2 * num_layers))
-    kv = KVCache(layers[:num_layers], layers[num_layers:], (0,) * num_layers, blocks)
-    return CudaBlockCopier(kv, allocate_slots(blocks[:32].nbytes, kv)), kv
-
-
-@pytest.mark.parametrize("num_layers", [1, 3, 4, 30])
-def test_parts_of_layers_come_back_equal_to_the_bit(num_layers: int) -> None:
-    copier, kv = open_layers(num_layers)
-    assert kv.blocks is not None
-    kv.blocks.random_(0, 256)
-    before = kv.blocks.clone()
-    blocks, slots = [5, 6, 7, 9, 3, 2, 40], [0, 1, 2, 3, 31, 30, 17]
-    copier.store(blocks, slots).synchronize()
-    kv.blocks.zero_()
-    loaded = copier.load(slots, blocks, in_parts=True)
-    loaded.synchronize()
-    assert torch.equal(kv.blocks[blocks], before[blocks])
-    others = [block for block in range(64) if block not in blocks]
-    assert not kv.blocks[others].any()
-    assert loaded.seconds() > 0
 
 
 def test_layers_are_read_after_their_part_and_before_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copier, kv = open_layers(8)
+    copier, kv = open_copier(8)
     assert kv.blocks is not None
     kv.blocks.fill_(7)
     copier.store([3], [5]).synchronize()
@@ -156,7 +136,7 @@ def test_layers_are_read_after_their_part_and_before_the_last(
 
 
 def test_a_graph_begins_after_all_parts() -> None:
-    copier, kv = open_layers(4)
+    copier, kv = open_copier(4)
     assert kv.blocks is not None
     kv.blocks[3].fill_(7)
     copier.store([3], [5]).synchronize()
@@ -170,7 +150,7 @@ def test_a_graph_begins_after_all_parts() -> None:
 
 
 def test_steps_write_no_block_before_the_stores_in_front_of_a_load_in_parts() -> None:
-    copier, kv = open_layers(4)
+    copier, kv = open_copier(4)
     assert kv.blocks is not None
     kv.blocks[3].fill_(7)
     with torch.cuda.stream(copier._stream):
@@ -180,19 +160,6 @@ def test_steps_write_no_block_before_the_stores_in_front_of_a_load_in_parts() ->
     kv.blocks[3].fill_(1)  # as K of the first layer, which a step writes before it reads the layer
     torch.cuda.synchronize()
     assert bool((copier._host[5] == 7).all())
-
-
-def test_a_load_in_parts_begins_after_the_steps_that_read_its_blocks() -> None:
-    copier, kv = open_layers(4)
-    assert kv.blocks is not None
-    kv.blocks[3].fill_(7)
-    copier.store([3], [5]).synchronize()
-    kv.blocks[4].fill_(1)
-    torch.cuda._sleep(_LONG)
-    read = kv.blocks[4].clone()
-    copier.load([5], [4], in_parts=True).synchronize()
-    assert bool((read == 1).all())
-    assert bool((kv.blocks[4] == 7).all())
 
 
 # -- engines ---------------------------------------------------------------------------------------

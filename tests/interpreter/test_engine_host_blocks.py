@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from engine import piecewise_graphs
-from engine.device_step import DeviceSteps
-from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams
 from tests.engine_agreement import Reply, make_engine, run_all
-from tests.engine_helpers import make_adapter, make_base, make_runner, random_prompt
+from tests.engine_helpers import (
+    make_adapter,
+    make_base,
+    make_pieces,
+    make_runner,
+    random_prompt,
+)
 from tests.kv_host_helpers import always_copies, layered_copies
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
@@ -20,17 +23,6 @@ PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=Tr
 
 # numpy's, of what a capture computes: no step has filled its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def make_pieces(runner: ModelRunner) -> None:
-    """Makes the pieces of steps of 8 tokens, whose work is called again instead of replayed."""
-    assert isinstance(runner._steps, DeviceSteps)
-    pieces = runner._steps._pieces
-    pieces._sizes = (8,)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
-        for key in pieces.keys:
-            pieces.capture(key, None)
 
 
 def replies(
@@ -45,7 +37,7 @@ def replies(
     runner.load_adapter("x", adapter)
     copier = layered_copies(runner) if host else None
     if has_pieces:
-        make_pieces(runner)
+        make_pieces(runner, 8)
     engine = make_engine(runner, max_num_batched_tokens=32, max_num_seqs=2)
     if host:
         always_copies(engine)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine import piecewise_graphs
-from engine.device_step import DeviceSteps
 from engine.inputs import ForwardInputs
 from engine.piecewise_graphs import PiecewiseGraphs
 from engine.runner import ModelRunner
@@ -16,6 +14,7 @@ from tests.engine_helpers import (
     Job,
     make_adapter,
     make_base,
+    make_pieces,
     make_runner,
     make_sequence,
     part,
@@ -61,14 +60,7 @@ def whole_steps(runner: ModelRunner) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pieces(runner: ModelRunner, whole_steps: object) -> PiecewiseGraphs:
-    assert isinstance(runner._steps, DeviceSteps)
-    pieces = runner._steps._pieces
-    pieces._sizes = (12, 72)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
-        for key in pieces.keys:
-            pieces.capture(key, None)
-    return pieces
+    return make_pieces(runner, 12, 72)
 
 
 def mixed_outputs(runner: ModelRunner) -> list[list[int]]:

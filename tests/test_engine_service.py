@@ -334,16 +334,18 @@ async def test_when_the_loop_dies_every_waiter_hears_of_it(
     submit = asyncio.create_task(engine.submit(make_request("b")))
     reader.may_read.clear()
     load = asyncio.create_task(engine.load_adapter("name", "new", "path"))
-    await asyncio.sleep(0)
+    await until(lambda: reader.reads == ["new"])
     runner.fail_next = KeyboardInterrupt()  # not an Exception: the loop itself ends
     runner.open()
-    reader.may_read.set()
     with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
         async for _ in stream:
             pass
-    results = await asyncio.gather(unload, load, return_exceptions=True)
-    assert all(isinstance(result, EngineDeadError) for result in results)
     assert isinstance(await death, EngineDeadError)
+    reader.may_read.set()  # before the end, the engine could still insert the adapter
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        await load
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        await unload
     assert engine.last_step_age_s() == float("inf")
     with pytest.raises(EngineDeadError):
         await engine.submit(make_request("c"))

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
+import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,6 +47,15 @@ class App:
             own_id = dict(scope["headers"])[b"x-request-id"]
             await send(start(429, [(b"retry-after", b"7"), (b"x-request-id", own_id)]))
             await send({"type": "http.response.body", "body": b"Request dropped."})
+            return
+        if scope["path"].endswith("/cut"):
+            await send(start(200, [(b"content-type", b"text/event-stream; charset=utf-8")]))
+            event = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+            await send(event)
+            if scope["query_string"] == b"raises":
+                raise RuntimeError("a fault of Serve")
+            if scope["query_string"] == b"whole":
+                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
             return
         if scope["path"] == "/endless":
             await self._stream(self._endless(), scope, receive, send)
@@ -346,6 +356,33 @@ async def test_a_request_whose_ingress_dies_before_the_answer_may_be_sent_again(
         status, headers, body = await client.ask(b"GET /dies HTTP/1.1\r\nhost: a\r\n\r\n")
         assert (status, headers["x-should-retry"]) == (503, "true")
         assert error_of(body)["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("way", ["", "?raises"])
+@pytest.mark.parametrize("path", ["/v1/completions/cut", "/v1/messages/cut"])
+async def test_a_stream_that_is_cut_says_so_and_has_no_end(path: str, way: str) -> None:
+    async with serving() as server:
+        client = await server.connect()
+        raw = b"GET %b%b HTTP/1.1\r\nhost: a\r\nx-request-id: abc\r\n\r\n"
+        client.writer.write(raw % (path.encode(), way.encode()))
+        chunks = (await client.reader.read()).decode().split("\r\n\r\n", 1)[1].split("\r\n")
+    assert chunks[-1] == ""
+    assert "0" not in chunks  # the last chunk of a whole body
+    first, error, end = "".join(chunks[1::2]).split("\n\n")
+    name, data = error.split("\n")
+    found = json.loads(data.removeprefix("data: "))
+    assert (first, name, end) == ("data: 1", "event: error", "")
+    assert "is not complete" in found["error"]["message"]
+    if path.startswith("/v1/messages"):
+        assert (found["type"], found["request_id"]) == ("error", "abc")
+    else:
+        assert found["error"]["code"] == "stream_cut"
+
+
+async def test_a_whole_stream_ends_without_an_error() -> None:
+    async with serving() as server, httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{server.port}/v1/completions/cut?whole")
+        assert answer.text == "data: 1\n\ndata: [DONE]\n\n"
 
 
 async def test_a_stream_that_nobody_reads_ends_at_the_bound(

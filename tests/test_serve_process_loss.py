@@ -57,18 +57,23 @@ def is_ready_everywhere(client: httpx.Client) -> bool:
 
 
 def read_stream(client: httpx.Client, index: int) -> str:
-    """Returns the text; "cut" if the connection broke, which a client can distinguish from an
-    end."""
+    """Returns the text; "cut" if the stream ended with an error event and the connection broke,
+    which a client can distinguish from an end."""
     model = RIG_ADAPTER if index % 2 else RIG_BASE
-    text, is_done = "", False
+    text, is_done, code = "", False, None
     try:
         with client.stream("POST", "/v1/completions", json=BODY | {"model": model}) as response:
             assert response.status_code == 200
             for line in response.iter_lines():
                 is_done = is_done or line == "data: [DONE]"
                 if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        code = event["error"]["code"]
+                    else:
+                        text += event["choices"][0]["text"]
     except httpx.RemoteProtocolError:
+        assert code == "stream_cut"
         return "cut"
     assert is_done, "a stream ended as if it were whole"
     return text

@@ -27,7 +27,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
 )
 from serve_app.http.arrivals import Arrivals
-from serve_app.http.asgi import ANTHROPIC_PATH, REQUEST_ID, error_response
+from serve_app.http.asgi import ANTHROPIC_PATH, REQUEST_ID, SseResponse, error_response
 from serve_app.http.connection import install
 
 logger = logging.getLogger(__name__)
@@ -85,28 +85,36 @@ class FrontMiddleware:
             self._arrivals.release_body(receive)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_started = False
+        is_started = is_streaming = False
         serve_error: Message | None = None  # the start of an error response by Serve itself
 
         async def filtering_send(message: Message) -> None:
-            nonlocal is_started, serve_error
+            nonlocal is_started, is_streaming, serve_error
             if not is_started:
                 is_started = True
                 if message["type"] == "http.response.start":
+                    is_streaming = _is_stream(message)
                     message["headers"] = [*message["headers"], *_anthropic_id(scope)]
                 if message["type"] == "http.response.start" and _is_from_serve(scope, message):
                     serve_error = message
                     return
+            elif not message.get("more_body", False):
+                is_streaming = False
             if serve_error is None:
                 await send(message)
 
         try:
             await self._app(scope, receive, filtering_send)
         except Exception:
-            if is_started:
+            if is_started and not is_streaming:
                 raise
             logger.exception("Serve failed on a request")
-        if serve_error is not None:
+        if is_streaming:
+            # Serve ends it without a word: at a time limit, or when the ingress's process ends. The
+            # connection is closed without an end of the body, for clients that skip the event.
+            body = _cut_event(scope)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        elif serve_error is not None:
             await _client_error(serve_error, scope)(scope, receive, send)
         elif not is_started:
             # The ingress answers every exception, so its process must have ended.
@@ -144,6 +152,23 @@ def _is_from_serve(scope: Scope, message: Message) -> bool:
         and not scope["path"].startswith(_SERVE_PATHS)
         and all(name.lower() != SHOULD_RETRY.encode() for name, _ in message["headers"])
     )
+
+
+def _is_stream(start: Message) -> bool:
+    types = (value for name, value in start["headers"] if name.lower() == b"content-type")
+    return any(value.startswith(SseResponse.media_type.encode()) for value in types)
+
+
+def _cut_event(scope: Scope) -> bytes:
+    """Returns the end of a stream that lacks its rest, as an event that SDKs raise on."""
+    words = (
+        "The answer is not complete: it reached its time limit, or a process of the server ended."
+    )
+    error = ApiError(500, words, SERVER_ERROR, code="stream_cut")
+    body = error.body()
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        body = error.anthropic_body(dict(scope["headers"])[REQUEST_ID].decode())
+    return b"event: error\ndata: %b\n\n" % body
 
 
 def _client_error(start: Message, scope: Scope) -> Response:

@@ -180,10 +180,10 @@ def judge(
 ) -> tuple[str, str]:
     """(verdict, details). `failed` and `cut` are told to the client; all others but `ok` are
     not: they are what must never happen."""
-    if told.error:
-        return "failed", told.error
     if not exchange.is_whole:
         return "cut", f"after {told.num_tokens} of {right.num_tokens} tokens: {exchange.error}"
+    if told.error:
+        return "failed", told.error
     if not told.is_done or told.reasons.keys() != right.reasons.keys():
         return "truncated", f"after {told.num_tokens} of {right.num_tokens} tokens"
     if told.num_tokens != right.num_tokens:

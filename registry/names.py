@@ -101,6 +101,8 @@ def parse_model(model: str) -> tuple[Reference, Reference | None]:
     if len(model) > MAX_MODEL_LENGTH:
         raise InvalidNameError(f"model names have at most {MAX_MODEL_LENGTH} characters")
     first, colon, second = model.partition(":")
+    if not first or (colon and not second):
+        raise InvalidNameError(f"a name is missing in {model!r}")
     for part in (first, second):
         name = part.partition("@")[0]
         if name and _FOREIGN.fullmatch(name) and not _NAME.fullmatch(name):
@@ -125,6 +127,8 @@ def split_adapters(model: str) -> tuple[tuple[str, float], ...]:
             raise InvalidNameError(
                 f"the weight {weight[:40]!r} in {model[:100]!r} is not a number such as 0.5"
             )
+        if not name:
+            raise InvalidNameError(f"a name is missing in {model[:200]!r}")
         one = f"{base}{colon}{name}"
         if any(earlier == one for earlier, _ in found):
             raise InvalidNameError(f"{name[:100]!r} is twice in {model[:200]!r}")

@@ -73,6 +73,7 @@ def requests_of(count: int, **params: object) -> dict[Request, dict[str, object]
         (Grammar("json_schema", '{"not": {}, "x-guidance": {"lenient": true}}'), "not"),
         (Grammar("regex", "(a|"), "unclosed group"),
         (Grammar("regex", "(?=a)b"), "look-around"),
+        (Grammar("regex", "a\\\\b\\"), "escapes nothing"),
         (Grammar("regex", "a" * (MAX_SOURCE_BYTES + 1)), f"{MAX_SOURCE_BYTES} are allowed"),
         (Grammar("lark", "start: nope"), "nope"),
         (Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}'), "common multiple"),

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import WSProtocolType
 
 from serve_app.config import IngressArgs
 from serve_app.errors import ApiError
@@ -147,7 +148,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(args: IngressArgs = QUICK) -> AsyncIterator[Server]:
+async def serving(args: IngressArgs = QUICK, ws: WSProtocolType = "none") -> AsyncIterator[Server]:
     app = App()
     protocol = type("Protocol", (FrontProtocol,), {"args": args})
     listener = socket.create_server(("127.0.0.1", 0))
@@ -155,7 +156,7 @@ async def serving(args: IngressArgs = QUICK) -> AsyncIterator[Server]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
     front: ASGIApp = FrontMiddleware(app, args)
     config = uvicorn.Config(
-        front, http=protocol, log_config=None, access_log=False, ws="none", lifespan="off"
+        front, http=protocol, log_config=None, access_log=False, ws=ws, lifespan="off"
     )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))

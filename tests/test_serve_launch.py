@@ -446,9 +446,13 @@ def command(pid: int) -> str:
         return ""
 
 
+def variables(child: int) -> list[str]:
+    return Path(f"/proc/{child}/environ").read_text().split("\0")
+
+
 def temp_folder(child: int) -> Path:
-    variables = Path(f"/proc/{child}/environ").read_text().split("\0")
-    return Path(next(v for v in variables if v.startswith("RAY_TMPDIR=")).partition("=")[2])
+    tmpdir = next(v for v in variables(child) if v.startswith("RAY_TMPDIR="))
+    return Path(tmpdir.partition("=")[2])
 
 
 @pytest.mark.serve
@@ -461,6 +465,7 @@ def test_dying_server_is_reported_with_its_log_and_leaves_nothing(
 
     with launched(write_file(tmp_path, free_port())) as started:
         eventually(has_begun, START_S)
+        assert "RAY_COLOR_PREFIX=0" in variables(started.child)  # the log is a file
         os.kill(started.child, signal.SIGKILL)
         out, _ = started.process.communicate(timeout=START_S)
     assert started.process.returncode == 1

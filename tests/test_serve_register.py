@@ -146,6 +146,17 @@ def test_truncated_adapter_is_refused(
     assert num_versions(registry) == (1, 0)
 
 
+def test_a_configuration_of_any_size_is_refused_without_being_read(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter")
+    with (folder / "adapter_config.json").open("r+b") as file:
+        file.truncate(2**43)  # without taking room on the disk
+    with pytest.raises(RegistrationError, match="is larger than 1048576 bytes"):
+        register_adapter(registry, folder, "pirate", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
 def test_adapter_of_an_unknown_base_is_refused_with_the_remedy(
     registry: Registry, cache: Cache, tmp_path: Path
 ) -> None:

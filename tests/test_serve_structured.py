@@ -387,6 +387,12 @@ def test_classes_in_which_the_library_takes_more_are_refused(pattern: str) -> No
     assert "not supported" in error.message
 
 
+@pytest.mark.parametrize("schema", [{"pattern": "yes\\"}, {"patternProperties": {"^a\\": {}}}])
+def test_an_expression_that_ends_in_a_lone_backslash_is_refused(schema: dict[str, object]) -> None:
+    assert "escapes nothing" in refusal(guided_json={"type": "object", **schema}).message
+    assert chat(guided_json={"type": "string", "pattern": "yes\\\\"}).grammar is not None
+
+
 def test_an_expression_of_open_brackets_is_read_once() -> None:
     """A quadratic search would need minutes."""
     with suppress(FieldError):

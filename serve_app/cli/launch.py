@@ -177,6 +177,7 @@ def start(
     isolated = {
         # Ray's merging of similar lines would break JSON lines.
         "RAY_DEDUP_LOGS": "0" if log_format == "json" else "1",
+        "RAY_COLOR_PREFIX": "0",  # the log is a file
         # If unset, Ray turns authentication on or off by the contents of ~/.ray.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -29,7 +29,7 @@ from registry.catalog import DEFAULT_ALIAS
 from registry.client import Registry
 from registry.entities import AdapterFacts, AdapterVersion, BaseFacts, BaseVersion
 from registry.errors import NotFoundError, RegistrationError
-from registry.manifest import Progress, no_progress
+from registry.manifest import MAX_CONFIG_BYTES, Progress, no_progress
 from registry.names import check_alias, check_model_id, check_name, model_key
 from registry.plain_mlflow import check_trained_on, is_folded_for
 from serve_app.cli import effect
@@ -268,8 +268,11 @@ def _known_as(folder: Path) -> tuple[str, ...]:
 
 
 def _field(path: Path, name: str) -> str:
-    """Returns a text field of a JSON file, or "" if it has none; later checks find other faults."""
+    """Returns a text field of a JSON file, or "" if it has none; later checks find other faults,
+    such as a file that is too large to be read here."""
     try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            return ""
         value = msgspec.json.decode(path.read_bytes(), type=dict[str, object]).get(name)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""

@@ -3,12 +3,16 @@
 uvicorn waits without limit for the first byte, for the rest of a header, and for a client that does
 not read; it buffers headers and unsent responses of any length. An ASGI application sees none of
 this, so the protocol itself must bound it.
+
+A request that offers to go on in another protocol, as Java's HTTP client does with h2c, is answered
+in HTTP/1.1: uvicorn would lose its body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 from uvicorn.config import HTTP_PROTOCOLS
@@ -23,7 +27,12 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_PHRASES = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+}
+_OF_BODY = (b"content-length", b"transfer-encoding")
 _RECHECK_S = 0.1
 _BURST_S = 1.0
 _CHECK_S = 1.0
@@ -47,6 +56,8 @@ class FrontProtocol(_Protocol):
     _stream_check: asyncio.TimerHandle | None = None  # that the client keeps up with a stream
     _is_paused = False  # by asyncio, until the client has read down to the low-water mark
     _was_behind = False  # at the last check, or when writing was paused
+    _received = b""  # the bytes that the parser has read last
+    _again = b""  # the bytes from a request on whose offer of another protocol is declined
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,7 +70,11 @@ class FrontProtocol(_Protocol):
         before = self.cycle
         if before is None or not before.more_body:
             self._num_header_bytes += len(data)
+        self._received = data
         super().data_received(data)
+        while self._again:
+            self._received, self._again = self._again, b""
+            super().data_received(self._received)
         cycle = self.cycle
         if cycle is not before or self.transport.get_protocol() is not self:  # or a web socket
             self._num_header_bytes = 0
@@ -91,6 +106,40 @@ class FrontProtocol(_Protocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
+
+    def _should_upgrade(self) -> bool:
+        """Returns True for a request that offers another protocol: uvicorn then does not begin it,
+        and calls `handle_websocket_upgrade` at the end of its header."""
+        if not hasattr(self, "parser"):  # h11 keeps the body
+            return super()._should_upgrade()
+        return self._get_upgrade() is not None
+
+    def handle_websocket_upgrade(self, *event: object) -> None:
+        if hasattr(self, "parser") and not self._is_for_web_socket():
+            self._decline_upgrade()
+            return
+        super().handle_websocket_upgrade(*event)
+        # What the web socket's own parser refuses, it does not answer.
+        if not getattr(self.transport.get_protocol(), "handshake_initiated", True):
+            self._refuse(400, "The request for a web socket cannot be read.")
+
+    def _is_for_web_socket(self) -> bool:
+        return (
+            super()._should_upgrade()
+            and self.scope["method"] == "GET"
+            and all(name not in _OF_BODY for name, _ in self.headers)
+        )
+
+    def _decline_upgrade(self) -> None:
+        """Begins the request anew without its offer: the parser takes what follows the offer for
+        bytes of the other protocol. Called while the parser's exception, which says where they
+        begin, is handled."""
+        end = getattr(sys.exception(), "args", (0,))[0]
+        version = self.parser.get_http_version().encode()
+        head = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, version)]
+        head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._again = b"\r\n".join((*head, b"", self._received[end:]))
+        self.parser = type(self.parser)(self)
 
     def _is_idle(self) -> bool:
         """Returns True while no request is being answered."""

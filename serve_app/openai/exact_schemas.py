@@ -44,6 +44,10 @@ class UnsupportedPatternError(ValueError):
 def exact_pattern(pattern: str) -> str:
     """Returns the expression with negated classes that leave out control characters if they leave
     out a quotation mark or a backslash. Raises UnsupportedPatternError."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would leave it out
+        raise UnsupportedPatternError(
+            f"pattern: a backslash at the end escapes nothing, got {shown(pattern)}."
+        )
 
     def narrow(found: re.Match[str]) -> str:
         text = found[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import msgspec
 
 from serve_app.cli.commands.common import Failure
+from serve_app.home import API_KEY
 
 
 class ModelLine(msgspec.Struct):
@@ -29,6 +30,7 @@ class _ModelList(msgspec.Struct):
 
 class ErrorText(msgspec.Struct):
     message: str = ""
+    code: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -39,7 +41,7 @@ def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
     with server_errors(url):
         answer = client.get(f"{url}/v1/models")
         if answer.status_code != 200:
-            raise Failure(refusal(answer.status_code, answer.content))
+            raise Failure(refusal_of_key(answer.status_code, answer.content))
         try:
             return msgspec.json.decode(answer.content, type=_ModelList).data
         except msgspec.DecodeError as error:
@@ -53,6 +55,16 @@ def refusal(status: int, body: bytes) -> str:
     except msgspec.DecodeError:
         message = body.decode(errors="replace").strip()[:200]
     return f"The server answered {status}: {message}"
+
+
+def refusal_of_key(status: int, body: bytes) -> str:
+    """Returns the refusal of a command that sends a client's key, with the place of the key if that
+    is what is wrong."""
+    words = refusal(status, body)
+    with suppress(msgspec.DecodeError):
+        if msgspec.json.decode(body, type=_ErrorBody).error.code == "invalid_api_key":
+            return f"{words} This command takes the key from {API_KEY}."
+    return words
 
 
 @contextmanager

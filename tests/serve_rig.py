@@ -45,6 +45,7 @@ from serve_app.config import (
     TenancyArgs,
 )
 from serve_app.platform_view import Sources
+from tests.fakes_engine import HOLD
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import eventually
 
@@ -216,6 +217,19 @@ def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the rig is not ready")
         time.sleep(0.05)
+
+
+@contextmanager
+def held(rig: Rig, name: str = RIG_BASE) -> Iterator[None]:
+    """Requests for the base cannot end meanwhile, if they want more than HELD_TOKENS tokens: what
+    a test does to them comes in time, however slow the machine is."""
+    base = next(one for one in rig.registry.snapshot().bases if one.name == name)
+    file = rig.registry.folder / base.digest / HOLD
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> float:

@@ -232,9 +232,20 @@ def held(rig: Rig, name: str = RIG_BASE) -> Iterator[None]:
         file.unlink()
 
 
+def scrape(client: httpx.Client) -> str:
+    """The metrics, of an answer that has those of an engine and of the manager: without a process
+    that does not answer within two seconds, counters would seem to be 0."""
+    deadline = time.monotonic() + 180
+    while True:
+        text = client.get("/metrics").text
+        if "vllm:num_requests_running{" in text and "loraplex_registry_up" in text:
+            return text
+        assert time.monotonic() < deadline, text
+
+
 def metric(client: httpx.Client, name: str, **labels: str) -> float:
     """The sum of the samples with these labels."""
-    text = client.get("/metrics").text
+    text = scrape(client)
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

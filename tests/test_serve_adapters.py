@@ -21,6 +21,7 @@ from tests.serve_rig import (
     Rig,
     deploy,
     held,
+    metric,
     rig_args,
     wait_ready,
 )
@@ -239,12 +240,7 @@ def test_requests_are_counted_by_the_tier_that_held_their_adapter(
     rig: Rig, client: httpx.Client
 ) -> None:
     def hits(name: str) -> float:
-        text = client.get("/metrics").text
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
-            if line.startswith("loraplex_adapter_tier_hits_total{") and f'tier="{name}"' in line
-        )
+        return metric(client, "loraplex_adapter_tier_hits_total", tier=name)
 
     add(rig, "counted")
     eventually(lambda: "counted@1" in lines(client))

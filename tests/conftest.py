@@ -152,6 +152,10 @@ hypothesis.settings.load_profile("shared")
 # Each client of httpx, hence each `httpx.get`, would read the authorities' certificates anew: 40 ms
 # of a core, for requests without TLS, too.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
+# The limits of requests that name none: 5 s by themselves, in which a server that shares its cores
+# with other tests may do nothing.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, 120.0)
 # tests/startup/sitecustomize.py, for the processes that tests start, workers of pytest-xdist too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")))

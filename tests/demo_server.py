@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,20 +37,28 @@ class DemoServer:
     process: subprocess.Popen[bytes]
 
     def metric(self, name: str) -> float:
-        """The sum of a family's samples over all its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        values = [
-            float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
-            if line.split("{")[0].split(" ")[0] == name
-        ]
-        assert values, f"no metric {name}"
-        return sum(values)
+        """The sum of a family's samples over all its labels. Asks again while it has none: an
+        engine that does not answer within two seconds is left out."""
+        deadline = time.monotonic() + 180
+        while True:
+            text = httpx.get(f"{self.url}/metrics").text
+            values = [
+                float(line.rsplit(" ", 1)[1])
+                for line in text.splitlines()
+                if line.split("{")[0].split(" ")[0] == name
+            ]
+            if values:
+                return sum(values)
+            assert time.monotonic() < deadline, f"no metric {name}"
+            time.sleep(0.2)
 
 
 def open_ports(server: DemoServer) -> list[str]:
     """Addresses at which processes of this server listen for other machines, with their names."""
-    below = {one.pid: one.name() for one in psutil.Process(server.process.pid).children(True)}
+    below = {}
+    for one in psutil.Process(server.process.pid).children(True):
+        with suppress(psutil.Error):  # it ended this moment
+            below[one.pid] = one.name()
     return [
         f"{below[one.pid]} at {one.laddr.ip}:{one.laddr.port}"
         for one in psutil.net_connections("tcp")
@@ -129,7 +137,7 @@ def check_end(server: DemoServer) -> None:
     assert len(tree) > 5
     _end(server.process)
     assert server.process.returncode == 0
-    _, alive = psutil.wait_procs(tree, timeout=10)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/live", timeout=2)

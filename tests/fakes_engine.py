@@ -6,7 +6,8 @@ A prompt that begins with CRASH_TOKEN ends the process after its second token, o
 POISON_TOKEN before its first. An adapter folder
 that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
 that holds FAULT has the fault named there: its requests end at once. A file HANG in the base's
-folder hangs the step of the engine that takes it away.
+folder hangs the step of the engine that takes it away. As long as a file HOLD is there, no choice
+gets more than HELD_TOKENS.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ POISON_TOKEN = 251
 REFUSED = "refused"
 FAULT = "fault"  # a file: one of FAULTS
 HANG = "hang"
+HOLD = "hold"
+HELD_TOKENS = 10
 FAULTS: dict[str, tuple[FinishReason, tuple[int, ...], str | None]] = {
     "empty": ("stop", (EOS_ID,), None),
     "error": ("error", (), "the step failed"),
@@ -83,6 +86,7 @@ class PacedEngine:
     crash: Callable[[], None] = _exit
     no_memory: bool = False  # what runs ends for lack of it
     hang: Path | None = None  # as HANG
+    hold: Path | None = None  # as HOLD
     hung_s: float | None = None  # since when a step hangs, on the monotonic clock
     usual_s: float = 0.0
     pause_at: int | None = None  # tokens of a choice; more come when it is None again
@@ -251,6 +255,8 @@ class PacedEngine:
 
     def _step(self) -> tuple[TokenOutput, ...]:
         outputs: list[TokenOutput] = []
+        is_held = bool(self._running) and self.hold is not None and self.hold.exists()
+        pause_at = HELD_TOKENS if is_held else self.pause_at
         with self._lock:
             for request_id, running in tuple(self._running.items())[: self.max_num_seqs]:
                 prompt = running.request.prompt_token_ids
@@ -264,7 +270,7 @@ class PacedEngine:
                 outputs += [
                     self._next(running, choice)
                     for choice, num_tokens in tuple(running.num_tokens.items())
-                    if self.pause_at is None or num_tokens < self.pause_at
+                    if pause_at is None or num_tokens < pause_at
                 ]
                 if not running.num_tokens:
                     del self._running[request_id]
@@ -302,5 +308,5 @@ def open_paced_engine(config: EngineConfig) -> PacedEngine:
     if Path(config.model_path, REFUSED).exists():
         raise ValueError("layer 3 of the base holds NaN")
     engine = PacedEngine(float(config.seed or 100), config.block_size, config.max_num_seqs)
-    engine.hang = Path(config.model_path, HANG)
+    engine.hang, engine.hold = Path(config.model_path, HANG), Path(config.model_path, HOLD)
     return engine

@@ -53,15 +53,24 @@ class Broken:
 
 
 class Echo:
+    """Fails calls of which more than MAX_ONGOING are there at once."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+
     async def say(
         self, ask: RoutingRequest | None, hold_s: float, call_id: str, fate: str
     ) -> tuple[str, str]:
         _write(fate, "begun")
+        self._num_open += 1
         try:
+            assert self._num_open <= MAX_ONGOING
             await asyncio.sleep(hold_s)
         except asyncio.CancelledError:
             _write(fate, "cancelled")
             raise
+        finally:
+            self._num_open -= 1
         _write(fate, f"whole, {_get_serve_request_context().request_id}")
         return call_id, serve.get_replica_context().replica_id.unique_id
 

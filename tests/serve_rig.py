@@ -45,6 +45,7 @@ from serve_app.config import (
     TenancyArgs,
 )
 from serve_app.platform_view import Sources
+from tests.fakes_engine import HOLD
 from tests.fakes_registry import FolderRegistry
 from tests.waiting import eventually
 
@@ -218,9 +219,33 @@ def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def held(rig: Rig, name: str = RIG_BASE) -> Iterator[None]:
+    """Requests for the base cannot end meanwhile, if they want more than HELD_TOKENS tokens: what
+    a test does to them comes in time, however slow the machine is."""
+    base = next(one for one in rig.registry.snapshot().bases if one.name == name)
+    file = rig.registry.folder / base.digest / HOLD
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def scrape(client: httpx.Client) -> str:
+    """The metrics, of an answer that has those of an engine and of the manager: without a process
+    that does not answer within two seconds, counters would seem to be 0."""
+    deadline = time.monotonic() + 180
+    while True:
+        text = client.get("/metrics").text
+        if "vllm:num_requests_running{" in text and "loraplex_registry_up" in text:
+            return text
+        assert time.monotonic() < deadline, text
+
+
 def metric(client: httpx.Client, name: str, **labels: str) -> float:
     """The sum of the samples with these labels."""
-    text = client.get("/metrics").text
+    text = scrape(client)
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

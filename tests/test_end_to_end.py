@@ -36,6 +36,7 @@ from tests.demo_server import (
 )
 from tests.grammar_helpers import ambiguous
 from tests.hf_reference import HuggingFaceReference
+from tests.serve_rig import processes
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -393,8 +394,8 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
     body = json.dumps({"model": BASE, "prompt": "x", "stop": ["x"] * 500_000}).encode()
 
     def resident_bytes() -> int:
-        tree = psutil.Process(server.process.pid).children(recursive=True)
-        return sum(p.memory_info().rss for p in tree if "ingress" in " ".join(p.cmdline()))
+        found = processes("ingress", server.process.pid)
+        return sum(psutil.Process(pid).memory_info().rss for pid in found)
 
     with httpx.Client(timeout=60, headers={"content-type": "application/json"}) as http:
         for _ in range(20):  # until the allocator has what it keeps

@@ -59,7 +59,7 @@ def test_refused_registration_leaves_nothing(server: MlflowServer, tmp_path: Pat
 def test_server_that_is_gone_is_unavailable_and_known_files_stay(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     with running_server(tmp_path / "server") as server:
-        registry = Registry(server.uri, timeout_s=2, max_retries=0)
+        registry = Registry(server.uri, timeout_s=60, max_retries=0)
         base = register_base(registry, tmp_path)
         adapter = register_adapter(registry, tmp_path)
         known = registry.snapshot()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.serve_rig import (
     RIG_TOKEN,
     Rig,
     deploy,
+    held,
+    metric,
     rig_args,
     wait_ready,
 )
@@ -27,7 +30,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.serve
 
 RATE = 200.0
-LONG = 1200  # tokens: longer than the hand-over, and ended by the test
+LONG = 1200  # tokens: ended by the test
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 @pytest.fixture
 def client(rig: Rig) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
-    with httpx.Client(base_url=rig.url, timeout=30, headers=headers) as connection:
+    with httpx.Client(base_url=rig.url, timeout=120, headers=headers) as connection:
         yield connection
 
 
@@ -106,7 +109,9 @@ def test_an_old_version_leaves_memory_after_its_last_stream_while_the_new_one_se
     old, new = f"{RIG_ADAPTER}@1", f"{RIG_ADAPTER}@2"
     eventually(lambda: new in lines(client))
     body = {"model": RIG_ADAPTER, "prompt": "abc", "max_tokens": 4000, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body) as stream:
+    hold = ExitStack()
+    hold.enter_context(held(rig))
+    with hold, client.stream("POST", "/v1/completions", json=body) as stream:
         chunks = stream.iter_lines()
         next(chunks)
         rig.registry.set_alias(RIG_ADAPTER, "champion", 2)
@@ -116,6 +121,7 @@ def test_an_old_version_leaves_memory_after_its_last_stream_while_the_new_one_se
         eventually(lambda: place(client, old).get("is_leaving") is True)
         assert place(client, old)["references"] == 1
         assert ask(client, RIG_ADAPTER).status_code == 200
+        hold.close()
         for _ in range(20):
             next(chunks)  # it still streams
     eventually(lambda: tier(client, old) == "disk")
@@ -180,7 +186,7 @@ def test_eviction_waits_for_nobody_and_takes_nothing_that_is_used(
     nothing = order(client, "used", "evict").json()
     assert nothing["engines"][0]["outcome"] == "it was not in memory"
     body = {"model": "used", "prompt": "abc", "max_tokens": LONG, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body) as stream:
+    with held(rig), client.stream("POST", "/v1/completions", json=body) as stream:
         chunks = stream.iter_lines()  # kept: its end closes the connection
         next(chunks)
         refused = order(client, "used", "evict")
@@ -234,12 +240,7 @@ def test_requests_are_counted_by_the_tier_that_held_their_adapter(
     rig: Rig, client: httpx.Client
 ) -> None:
     def hits(name: str) -> float:
-        text = client.get("/metrics").text
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
-            if line.startswith("loraplex_adapter_tier_hits_total{") and f'tier="{name}"' in line
-        )
+        return metric(client, "loraplex_adapter_tier_hits_total", tier=name)
 
     add(rig, "counted")
     eventually(lambda: "counted@1" in lines(client))

@@ -23,7 +23,7 @@ from serve_app.config import ADMIN_TOKEN
 from tests import waiting
 from tests.fakes_engine import REFUSED
 from tests.fakes_registry import FolderRegistry
-from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, rig_args, wait_ready
+from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, held, metric, rig_args, wait_ready
 
 pytestmark = pytest.mark.serve
 
@@ -46,14 +46,14 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 
 @pytest.fixture
 def client(rig: Rig) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rig.url, timeout=60) as connection:
+    with httpx.Client(base_url=rig.url, timeout=240) as connection:
         yield connection
 
 
 @pytest.fixture
 def admin(rig: Rig) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
-    with httpx.Client(base_url=f"{rig.url}/admin", timeout=60, headers=headers) as connection:
+    with httpx.Client(base_url=f"{rig.url}/admin", timeout=240, headers=headers) as connection:
         yield connection
 
 
@@ -129,7 +129,7 @@ def test_a_base_comes_and_goes_while_another_streams(
     body = {"model": RIG_BASE, "prompt": "abcd", "max_tokens": 2400, "stream": True}
     with (
         ThreadPoolExecutor(1) as pool,
-        httpx.Client(base_url=rig.url, timeout=60) as other,
+        httpx.Client(base_url=rig.url, timeout=240) as other,
         client.stream("POST", "/v1/completions", json=body) as stream,
     ):
         seed = ("--engine", "seed=200", "--engine", "kv_cache_dtype=fp8")
@@ -143,11 +143,14 @@ def test_a_base_comes_and_goes_while_another_streams(
         found = line(admin, SECOND)
         assert found is not None
         assert (found["source"], found["idle_timeout_s"]) == ("registry", 600)
-        in_flight = pool.submit(ask, other, SECOND, max_tokens=800)  # four seconds
-        eventually(lambda: (line(admin, SECOND) or {}).get("idle_s") == 0)
-        assert commands("remove", SECOND) == f"{SECOND} is drained and removed\n"
-        eventually(lambda: ask(other, SECOND).status_code == 404)
-        eventually(lambda: state(admin, SECOND) == "draining")
+        with held(rig, SECOND):
+            in_flight = pool.submit(ask, other, SECOND, max_tokens=800)
+            running = partial(metric, client, "vllm:num_requests_running", model_name=SECOND)
+            eventually(lambda: running() == 1)
+            eventually(lambda: (line(admin, SECOND) or {}).get("idle_s") == 0)
+            assert commands("remove", SECOND) == f"{SECOND} is drained and removed\n"
+            eventually(lambda: ask(other, SECOND).status_code == 404)
+            eventually(lambda: state(admin, SECOND) == "draining")
         assert in_flight.result().json()["usage"]["completion_tokens"] == 800
         assert (
             "".join(
@@ -241,7 +244,7 @@ def test_an_idle_base_sleeps_and_a_request_wakes_it(
 def test_no_request_fails_while_a_base_falls_asleep_and_wakes_again_and_again(
     rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
-    with httpx.Client(base_url=rig.url, timeout=60) as own:
+    with httpx.Client(base_url=rig.url, timeout=240) as own:
         statuses = []
         for pause_s in (0.4, 0.8, 1.2, 1.6):  # at every moment of falling asleep
             statuses.append(ask(own, napper).status_code)
@@ -264,7 +267,7 @@ def test_a_base_that_refuses_cold_starts_says_when_to_come_back(
 
 
 async def leave_during_its_start(rig: Rig, admin: httpx.Client, name: str) -> None:
-    async with httpx.AsyncClient(base_url=rig.url, timeout=60) as own:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=240) as own:
         asking = own.post("/v1/completions", json={"model": name, "prompt": "abc"})
         waiting = asyncio.create_task(asking)
         await asyncio.to_thread(eventually, lambda: state(admin, name) != "asleep")
@@ -277,9 +280,12 @@ def test_a_waiting_client_that_leaves_is_forgotten_at_once(
     rig: Rig, client: httpx.Client, admin: httpx.Client, napper: str
 ) -> None:
     eventually(lambda: sleeps(admin, napper))
-    asyncio.run(leave_during_its_start(rig, admin, napper))
+    starts = partial(metric, client, "loraplex_base_start_seconds_count", base=napper)
+    before = starts()
+    with held(rig, napper):  # the request cannot end before its client leaves
+        asyncio.run(leave_during_its_start(rig, admin, napper))
     eventually(lambda: "loraplex_client_disconnects_total " in client.get("/metrics").text)
-    eventually(lambda: state(admin, napper) == "running")
+    eventually(lambda: starts() == before + 1)
     eventually(lambda: state(admin, napper) == "asleep")  # no request is counted as open
 
 

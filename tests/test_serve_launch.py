@@ -45,7 +45,7 @@ applications:
       models: [{{name: tiny}}]
 """
 PROGRAM = "from serve_app.cli.main import main; main()"
-START_S = 60
+START_S = 300
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tests.serve_rig import (
     RIG_BASE,
     Rig,
     deploy,
+    held,
     metric,
     processes,
     rig_args,
@@ -45,9 +46,9 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def client(rig: Rig) -> Iterator[httpx.Client]:
     # Each request on a connection of its own: the proxy spreads them over the ingresses.
     limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
-    with httpx.Client(base_url=rig.url, timeout=60, limits=limits) as connection:
-        eventually(lambda: len(processes(INGRESS)) == 2, 60)
-        eventually(lambda: is_ready_everywhere(connection), 60)
+    with httpx.Client(base_url=rig.url, timeout=180, limits=limits) as connection:
+        eventually(lambda: len(processes(INGRESS)) == 2)
+        eventually(lambda: is_ready_everywhere(connection))
         yield connection
 
 
@@ -56,9 +57,9 @@ def is_ready_everywhere(client: httpx.Client) -> bool:
     return all(client.get("/ready").status_code == 200 for _ in range(10))
 
 
-def read_stream(client: httpx.Client, index: int) -> str:
+def read_stream(client: httpx.Client, index: int, begun: list[int] | None = None) -> str:
     """Returns the text; "cut" if the stream ended with an error event and the connection broke,
-    which a client can distinguish from an end."""
+    which a client can distinguish from an end. `begun`: gets the index with the first token."""
     model = RIG_ADAPTER if index % 2 else RIG_BASE
     text, is_done, code = "", False, None
     try:
@@ -70,8 +71,10 @@ def read_stream(client: httpx.Client, index: int) -> str:
                     event = json.loads(line[6:])
                     if "error" in event:
                         code = event["error"]["code"]
-                    else:
-                        text += event["choices"][0]["text"]
+                        continue
+                    if begun is not None and not text:
+                        begun.append(index)
+                    text += event["choices"][0]["text"]
     except httpx.RemoteProtocolError:
         assert code == "stream_cut"
         return "cut"
@@ -79,12 +82,14 @@ def read_stream(client: httpx.Client, index: int) -> str:
     return text
 
 
-def kill_amid(client: httpx.Client, name: str) -> list[str]:
+def kill_amid(rig: Rig, client: httpx.Client, name: str) -> list[str]:
     """Reads all streams, and kills a process when the last of them has begun."""
+    begun: list[int] = []
     with ThreadPoolExecutor(STREAMS) as pool:
-        answers = [pool.submit(read_stream, client, index) for index in range(STREAMS)]
-        eventually(lambda: metric(client, "vllm:num_requests_running") == STREAMS)
-        os.kill(processes(name)[0], signal.SIGKILL)
+        with held(rig):
+            answers = [pool.submit(read_stream, client, index, begun) for index in range(STREAMS)]
+            eventually(lambda: len(begun) == STREAMS)
+            os.kill(processes(name)[0], signal.SIGKILL)
         return [answer.result() for answer in answers]
 
 
@@ -102,26 +107,27 @@ def test_each_scrape_tells_the_sum_over_all_ingresses(client: httpx.Client) -> N
 
 
 def test_only_the_streams_of_a_killed_ingress_break_and_its_requests_are_aborted(
+    rig: Rig,
     client: httpx.Client,
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         warm = pool.submit(read_stream, client, 1)
         assert warm.result() == WHOLE
     shown = num_lists(client)
-    answers = kill_amid(client, INGRESS)
+    answers = kill_amid(rig, client, INGRESS)
     assert set(answers) == {WHOLE, "cut"}
     eventually(lambda: metric(client, "vllm:num_requests_running") == 0)
     assert read_stream(client, 1) == WHOLE
     assert num_lists(client) == shown  # also what the killed one had counted
-    eventually(lambda: len(processes(INGRESS)) == 2, 60)
-    eventually(lambda: is_ready_everywhere(client), 60)
+    eventually(lambda: len(processes(INGRESS)) == 2)
+    eventually(lambda: is_ready_everywhere(client))
     assert {num_lists(client) for _ in range(10)} == {shown}
 
 
-def test_without_its_controller_serve_goes_on(client: httpx.Client) -> None:
+def test_without_its_controller_serve_goes_on(rig: Rig, client: httpx.Client) -> None:
     before = processes(CONTROLLER)
-    assert kill_amid(client, CONTROLLER) == [WHOLE] * STREAMS
-    eventually(lambda: bool(processes(CONTROLLER)) and processes(CONTROLLER) != before, 60)
+    assert kill_amid(rig, client, CONTROLLER) == [WHOLE] * STREAMS
+    eventually(lambda: bool(processes(CONTROLLER)) and processes(CONTROLLER) != before)
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = pool.map(lambda index: read_stream(client, index), range(STREAMS))
         assert list(answers) == [WHOLE] * STREAMS

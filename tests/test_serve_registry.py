@@ -33,6 +33,7 @@ from tests.registry_helpers import (
     register_adapter,
     write_safetensors,
 )
+from tests.serve_rig import scrape
 
 pytestmark = pytest.mark.serve
 
@@ -73,7 +74,7 @@ class Front:
 
     def metric(self, name: str, **labels: str) -> float:
         """The one sample with these labels; not a number as long as the manager reports none."""
-        text = self.client.get("/metrics").text
+        text = scrape(self.client)
         values = [
             sample.value
             for family in text_string_to_metric_families(text)
@@ -92,7 +93,7 @@ def front(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("front")
     with (
         running_server(folder / "server", settings=WEBHOOK_SETTINGS) as server,
-        httpx.Client(base_url=f"http://127.0.0.1:{serve_port}", timeout=30) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{serve_port}", timeout=120) as client,
     ):
         registry = Registry(server.uri)
         write_text_files(folder / "base")

@@ -347,10 +347,12 @@ async def test_ingresses_that_come_and_go_leave_nothing_behind() -> None:
 async def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
     async with running_rig() as rig:
         stream = rig.server.open(["r"])
+        rig.engine.pause_at = 1
         call = rig.submit(new_request(max_tokens=20))
         await stream.read()
         with pytest.raises(InvalidRequestError, match="in use"):
             await rig.submit(new_request("other"), new_request())
+        rig.engine.pause_at = None
         assert (await read_all(stream))[-1].offset == 19
         await asyncio.wait_for(call, 10)
 

@@ -402,6 +402,10 @@ async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:
     limits = EngineLimits(max_model_len=2**22, vocab_size=1000, max_kv_tokens=4096)
+    await pool.parse(CompletionRequest, body(prompt="a b " * 500_000))
+    pid = pool._workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
     async with _running(
         run(
             pool,
@@ -412,8 +416,12 @@ async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
             limits=limits,
         )
     ) as large:
-        await run(pool, read_prompts, CompletionRequest, body(prompt="a b"), files)
-        assert not large.done()
+        try:
+            small = run(pool, read_prompts, CompletionRequest, body(prompt="a b"), files)
+            await asyncio.wait_for(small, 120)
+            assert not large.done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_a_worker_that_has_grown_is_replaced(

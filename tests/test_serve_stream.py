@@ -46,6 +46,13 @@ from tests.routing_factory import EngineEvents
 from tests.waiting import until
 
 
+@pytest.fixture(autouse=True)
+def _pauses_end_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may stand still for longer than the limits of a dialling and of a handshake."""
+    monkeypatch.setattr("serve_app.stream.client._DIAL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("serve_app.stream.server._HELLO_TIMEOUT_S", 600.0)
+
+
 @dataclass
 class Rig:
     engine: PacedEngine
@@ -414,9 +421,8 @@ async def test_a_stranger_may_not_make_the_ingress_hold_a_large_frame() -> None:
 
 @pytest.mark.parametrize("encrypt", [False, True])
 async def test_strangers_hold_a_bounded_number_of_connections_and_keep_no_engine_out(
-    encrypt: bool, monkeypatch: pytest.MonkeyPatch
+    encrypt: bool,
 ) -> None:
-    monkeypatch.setattr("serve_app.stream.server._HELLO_TIMEOUT_S", 600.0)
     async with running_rig(encrypt=encrypt) as rig:
         port = rig.server.address.port
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(70)]

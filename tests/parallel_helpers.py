@@ -31,7 +31,7 @@ def on_ranks(size: int, work: Callable[[Collective], T]) -> list[T]:
 
         def one(rank: int) -> T:
             torch.set_num_threads(1)
-            return work(meet(store, rank, size, timeout_s=30.0))
+            return work(meet(store, rank, size, timeout_s=300.0))
 
         return list(threads.map(one, range(size)))
 

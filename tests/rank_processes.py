@@ -38,7 +38,7 @@ def recording_main(path: str, at_a_time: int = 1) -> str:
 
 
 def on_processes(
-    size: int, work: Callable[..., T], *args: object, timeout_s: float = 60.0
+    size: int, work: Callable[..., T], *args: object, timeout_s: float = 300.0
 ) -> list[T]:
     """Returns `work(rank, size, path, *args)` of all ranks, in their order. `path`: of a store that
     no process has made before. Raises RuntimeError with a rank's traceback, or after the time."""

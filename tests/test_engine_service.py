@@ -26,8 +26,10 @@ class GatedRunner(FakeRunner):
         )
         self.permits = threading.Semaphore(0)
         self.is_open = False
+        self.is_in_step = threading.Event()  # the first has begun
 
     def execute(self, batch: ScheduledBatch) -> tuple[Sample, ...]:
+        self.is_in_step.set()
         if not self.is_open:
             self.permits.acquire()
         return super().execute(batch)
@@ -96,7 +98,7 @@ class Loads:
 
     async def until(self, is_true: Callable[[StepOutput], bool]) -> StepOutput:
         while True:
-            step = await asyncio.wait_for(self.steps.get(), 20)
+            step = await asyncio.wait_for(self.steps.get(), 120)
             if is_true(step):
                 return step
 
@@ -125,9 +127,12 @@ async def test_concurrent_streams_each_get_their_own_tokens(
     assert engine.load().num_running == 0
 
 
-async def test_the_age_of_a_step_grows_while_it_hangs(engine: AsyncEngine) -> None:
+async def test_the_age_of_a_step_grows_while_it_hangs(
+    engine: AsyncEngine, runner: GatedRunner
+) -> None:
     assert engine.last_step_age_s() == 0
     await engine.submit(make_request("a"))  # admitted at the start of a turn that has no permit
+    await until(runner.is_in_step.is_set)  # the age of the turn ends where that of the step begins
     age_s = engine.last_step_age_s()
     assert 0 < age_s < engine.last_step_age_s()
 
@@ -396,7 +401,7 @@ async def test_an_engine_put_to_sleep_beside_its_work_wakes_up_and_counts_it(
     engine.start()
     try:
         request = make_request("a", max_tokens=9)
-        tokens = await asyncio.wait_for(collect(engine, request), 20)
+        tokens = await asyncio.wait_for(collect(engine, request), 120)
         assert tokens == {0: solo_tokens(request, 0, runner.model_config)}
         assert engine.load().num_missed_wakeups == 1
         assert "while requests could run: 1 running, 0 waiting" in caplog.text
@@ -417,7 +422,7 @@ async def test_an_engine_that_waits_for_room_is_no_fault(monkeypatch: pytest.Mon
             await loads.until(lambda step: step.load.num_waiting == 1)
         assert not collecting.done()
         await asyncio.to_thread(engine.call(runner.adapters.blocked.clear).result)
-        assert await asyncio.wait_for(collecting, 20)
+        assert await asyncio.wait_for(collecting, 120)
         assert engine.load().num_missed_wakeups == 0
     finally:
         await asyncio.to_thread(engine.stop)

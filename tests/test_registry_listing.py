@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,12 +157,13 @@ def test_a_version_whose_files_come_late_is_served_without_a_restart(
         return real(repository, scratch)
 
     monkeypatch.setattr(plain_mlflow, "inspect", counted)
+    monkeypatch.setattr(registry._adoption, "_now_s", lambda: 0.0)
     for _ in range(3):
         (rejected,) = registry.snapshot().rejected
         assert rejected.name == "late"
     assert len(reads) == 1  # and not once per look
     client.log_artifact(run, str(tmp_path / late), "adapter")
-    later = time.monotonic() + adoption.LATE_FILES_S + 1
+    later = adoption.LATE_FILES_S + 1
     monkeypatch.setattr(registry._adoption, "_now_s", lambda: later)
     registry.snapshot()
     found = registry.snapshot()

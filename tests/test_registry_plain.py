@@ -291,26 +291,27 @@ def test_a_store_that_hangs_delays_no_alias_and_no_other_version_for_ever(
     register_base(registry, tmp_path)
     register_adapter(registry, tmp_path, "quick", b"one")
     register_adapter(registry, tmp_path, "quick", b"two", alias=None)
-    real, released, asked = plain_mlflow.inspect, threading.Event(), threading.Event()
+    real = plain_mlflow.inspect
+    asked, released, ended = threading.Event(), threading.Event(), threading.Event()
 
     def hang(repository: ArtifactRepository, scratch: Path) -> plain_mlflow.PlainAdapter | None:
         assert scratch.is_relative_to(tmp_path / "cache" / "adoption")
         if not asked.is_set():
             asked.set()
-            assert released.wait(60)
+            released.wait(120)
+            ended.set()
         return real(repository, scratch)
 
     monkeypatch.setattr(plain_mlflow, "inspect", hang)
     register_bare(adapter_folder(tmp_path / "a"), "hanging")
-    began_s = time.monotonic()
     registry.snapshot(adopt="beside")
-    assert asked.wait(20)
+    assert asked.wait(120)
     for version in (2, 1, 2):
         registry.set_alias("quick", "champion", version)
         found = registry.snapshot(adopt="beside").resolve("quick").adapter
         assert found is not None
         assert found.version == version
-    assert time.monotonic() - began_s < 30  # and not the store's 60
+    assert not ended.is_set()  # none of them waited for the store
     register_bare(adapter_folder(tmp_path / "b", b"other weights"), "next")
     monkeypatch.setattr(adoption, "LONGEST_S", 0.0)
     assert registry.snapshot(adopt="beside")
@@ -337,12 +338,13 @@ def test_a_store_that_fails_is_not_asked_at_every_poll(
         raise RegistryUnavailableError("the bucket does not answer")
 
     monkeypatch.setattr(MlflowStore, "version_files", fail)
+    registry._adoption._quarantine._now_s = lambda: 0.0
     for _ in range(5):
         (rejected,) = settled(registry).rejected
         assert "cannot be read now: the bucket does not answer" in rejected.reason
     assert asked == ["pirate"]
     monkeypatch.setattr(MlflowStore, "version_files", real)
-    registry._adoption._quarantine._now_s = lambda: time.time() + 60
+    registry._adoption._quarantine._now_s = lambda: 60.0
     settled(registry)
     assert settled(registry).resolve("pirate").adapter is not None
 

@@ -258,6 +258,7 @@ async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
         if broken:
             raise broken.pop()
         told.append((digests, disk_s, registry_s))
+        monkeypatch.setattr(adapter_loads, "_PUBLISH_EVERY_S", 0.1)
 
     first = replica.adapter("first")
     task = asyncio.create_task(replica.loads.publish(note))
@@ -267,7 +268,6 @@ async def test_the_engine_is_told_of_its_disk_at_once_after_a_load_and_once(
         await until(lambda: len(told) == 1)
         assert first.digest in told[0][0]
         assert told[0][1] > 0.0 == told[0][2]
-        monkeypatch.setattr(adapter_loads, "_PUBLISH_EVERY_S", 0.1)
         second = replica.adapter("second")  # by another process
         await until(lambda: len(told) == 2)
         assert second.digest in told[1][0]

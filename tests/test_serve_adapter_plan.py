@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from ray.serve.exceptions import RayServeException
 
 from registry.catalog import Catalog
@@ -147,6 +148,12 @@ class Engines:
         if self.error is not None:
             raise self.error
         return 0
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three seconds, which a busy machine may take between two lines."""
+    monkeypatch.setattr("serve_app.control.adapter_plan.RESEND_S", 600.0)
 
 
 async def settle() -> None:

@@ -72,6 +72,12 @@ class World:
         return sum(base.num_open for base in self.gateway.activity.report(lambda _: Backlog()))
 
 
+@pytest.fixture(autouse=True)
+def _no_base_is_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second, which a busy machine may take between two lines."""
+    monkeypatch.setattr("serve_app.dispatch.cold_start._RETRY_S", 600.0)
+
+
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from io import BufferedIOBase
 from typing import Any, TypeVar, cast
 
 import psutil
@@ -33,10 +34,12 @@ from serve_app.openai.logprobs import PART_ENTRIES, Lists, LogprobsPart, Render,
 from serve_app.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_app.text.base_text import TEXT_FILES, BaseText
 from serve_app.text_workers import pool as text_pool
+from serve_app.text_workers import worker as text_worker
 from serve_app.text_workers.pool import TextPool
 from serve_app.text_workers.worker import RequestBody
 from tests import answer_factory
 from tests.text_factory import LLAMA3, write_folder
+from tests.waiting import until
 
 R = TypeVar("R")
 LIMITS = EngineLimits(max_model_len=4096, vocab_size=1000, max_kv_tokens=4096)
@@ -76,6 +79,18 @@ async def run(
     description = BaseDescription(files, limits, base)
     body = await pool.parse(kind, raw)
     return await pool.run(function, body, raw, BaseText.from_files(files), description)
+
+
+def sent_jobs(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Returns a list that gets each job from now on, once its worker's pipe has it."""
+    sent: list[bytes] = []
+
+    def send(stream: BufferedIOBase, *frames: bytes) -> None:
+        text_worker.send(stream, *frames)
+        sent.append(frames[0])
+
+    monkeypatch.setattr(text_pool, "send", send)
+    return sent
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +210,15 @@ async def test_a_worker_that_is_killed_while_idle_costs_no_request(
     assert await run(pool, read_prompts, CompletionRequest, body(prompt="a"), files)
 
 
-async def test_a_worker_that_is_killed_at_a_job_is_a_503(pool: TextPool) -> None:
+async def test_a_worker_that_is_killed_at_a_job_is_a_503(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await pool.parse(CompletionRequest, body(prompt="a"))
     for pid in (pids := pool.pids):
         os.kill(pid, signal.SIGSTOP)
+    sent = sent_jobs(monkeypatch)
     async with _running(pool.parse(CompletionRequest, body(prompt="a"))) as parsing:
-        while not pool._workers[1].num_jobs or pool._workers[1].executor._work_queue.qsize():
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)  # a kill before that would hit an idle worker, which is no error
+        await until(lambda: bool(sent))  # a kill before would hit an idle worker, which is no error
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(ServiceUnavailableError):
@@ -354,13 +370,12 @@ async def test_a_cancelled_job_frees_its_body_and_one_that_runs_counts_until_its
     await pool.parse(CompletionRequest, body(prompt="a"))
     for pid in (pids := pool.pids):
         os.kill(pid, signal.SIGSTOP)  # the job that runs lasts until SIGCONT
+    sent = sent_jobs(monkeypatch)
     try:
         running = asyncio.ensure_future(
             pool.parse(CompletionRequest, Bytes(body(prompt="a" * 999)))
         )
-        worker = pool._workers[1]
-        while not worker.num_jobs or worker.executor._work_queue.qsize():
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(sent))
         for _ in range(20):
             queued = asyncio.ensure_future(
                 pool.parse(CompletionRequest, Bytes(body(prompt="a" * 1999)))
@@ -387,6 +402,10 @@ async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:
     limits = EngineLimits(max_model_len=2**22, vocab_size=1000, max_kv_tokens=4096)
+    await pool.parse(CompletionRequest, body(prompt="a b " * 500_000))
+    pid = pool._workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
     async with _running(
         run(
             pool,
@@ -397,8 +416,12 @@ async def test_the_worker_of_bodies_above_a_megabyte_delays_no_other(
             limits=limits,
         )
     ) as large:
-        await run(pool, read_prompts, CompletionRequest, body(prompt="a b"), files)
-        assert not large.done()
+        try:
+            small = run(pool, read_prompts, CompletionRequest, body(prompt="a b"), files)
+            await asyncio.wait_for(small, 120)
+            assert not large.done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_a_worker_that_has_grown_is_replaced(

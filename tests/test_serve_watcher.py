@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +17,7 @@ from registry.errors import RegistryUnavailableError
 from registry.events import Change
 from serve_app.control import watcher as module
 from serve_app.control.watcher import OnChanges, Watcher
+from tests.waiting import until
 
 NEVER_S = 1000.0  # without a wake there is no second read
 BASE = BaseVersion("tiny", 1, "base-1", "uri")
@@ -47,17 +48,11 @@ class Store:
         self.num_looks += 1
         self.num_at_once += 1
         assert self.num_at_once == 1
-        assert self.held.wait(20)
+        assert self.held.wait(120)
         self.num_at_once -= 1
         if isinstance(self.content, Exception):
             raise self.content
         return self.content
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ class Issuer:
         self._thread.join()
 
     def args(self, **fields: Any) -> OidcArgs:
-        return OidcArgs(issuer=self.url, audience="loraplex", **fields)
+        return OidcArgs(issuer=self.url, audience="loraplex", **{"timeout_s": 300} | fields)
 
     def claims(self, **changes: Any) -> dict[str, Any]:
         claims = {
@@ -215,6 +216,7 @@ async def test_forged_signatures_and_other_algorithms_are_refused(issuer: Issuer
 async def test_a_new_key_of_the_issuer_is_fetched_and_unknown_ones_cause_no_flood(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("serve_app.tenancy.oidc._MIN_INTERVAL_S", 3600.0)
     verifier = TokenVerifier(issuer.args())
     await verifier.verify(issuer.token(), NOW_S)
     issuer.keys["r2"] = jwk("r2", OTHER_RSA_KEY)
@@ -231,18 +233,28 @@ async def test_an_issuer_that_is_away_is_503_first_and_keeps_its_known_keys(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.tenancy.oidc._MIN_INTERVAL_S", 0.0)
-    known = TokenVerifier(issuer.args(timeout_s=1))
+    known = TokenVerifier(issuer.args())
     assert await known.verify(issuer.token(), NOW_S)
     issuer.stop()
     monkeypatch.setattr("serve_app.tenancy.oidc._MAX_AGE_S", -1.0)  # every key is too old
     assert await known.verify(issuer.token(sub="bob"), NOW_S)
     with pytest.raises(ServiceUnavailableError, match="issuer"):
-        await TokenVerifier(issuer.args(timeout_s=1)).verify(issuer.token(), NOW_S)
+        await TokenVerifier(issuer.args()).verify(issuer.token(), NOW_S)
 
 
 async def test_an_issuer_that_never_ends_its_answer_holds_no_request_for_long(
-    issuer: Issuer, caplog: pytest.LogCaptureFixture
+    issuer: Issuer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limits: list[asyncio.Timeout] = []
+
+    def timeout(limit_s: float) -> asyncio.Timeout:
+        """Does not end by itself: the issuer may need long to begin its answer."""
+        assert limit_s == 0.3
+        limits.append(asyncio.timeout(None))
+        return limits[-1]
+
+    patched = SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
+    monkeypatch.setattr("serve_app.tenancy.oidc.asyncio", patched)
     issuer.drips = True
     verifier = TokenVerifier(issuer.args(timeout_s=0.3))
     tokens = [issuer.token(sub=f"user{number}") for number in range(20)]
@@ -250,6 +262,8 @@ async def test_an_issuer_that_never_ends_its_answer_holds_no_request_for_long(
         verified = asyncio.gather(
             *(verifier.verify(one, NOW_S) for one in tokens), return_exceptions=True
         )
+        await until(lambda: issuer.num_fetches == 1)
+        limits[-1].reschedule(asyncio.get_running_loop().time())
         found = await asyncio.wait_for(verified, 30)
     assert all(isinstance(error, ServiceUnavailableError) for error in found), found
     assert issuer.num_fetches == 1

@@ -219,7 +219,7 @@ async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
 ) -> None:
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
     opened.upgrade()
-    book = UsageBook(opened, {})
+    book = UsageBook(opened, {}, lambda: 1_790_712_000.0)  # no day ends meanwhile
     assert await book.record(batch(1, pirate=Usage(1, 10)))
     record, has_begun, may_end = book._ledger.record, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()

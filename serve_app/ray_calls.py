@@ -8,6 +8,7 @@ order is no failure.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from contextvars import Context
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
+from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from serve_app.errors import ServiceUnavailableError, to_api_error
 
@@ -74,6 +76,26 @@ def call_apart(
     request, context = _get_serve_request_context(), Context()
     context.run(_set_request_context, request.route, request.request_id)
     return context.run(call, *args, **kwargs)
+
+
+async def results_of(calls: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
+    """Returns the result of each replica: its error if it failed, TimeoutError if it is late, as a
+    full one is, which begins no call. Serve's `results_async` raises TimeoutError for all when one
+    is late."""
+    async with asyncio.timeout(timeout_s):
+        replicas = await calls._fetch_replica_results_async()
+    answers = (_result_of(replica, timeout_s) for replica in replicas)
+    return await asyncio.gather(*answers, return_exceptions=True)
+
+
+async def _result_of(replica: ReplicaResult, timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await replica.get_async()  # type: ignore[no-untyped-call]
+    except TimeoutError:
+        # A full replica would begin the call later.
+        replica.cancel()  # type: ignore[no-untyped-call]
+        raise
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -3,7 +3,9 @@ agree, the headers' parts sum to the time to first token."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -13,17 +15,29 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.cli import main as cli
 from serve_app.cli.commands.common import console
 from serve_app.config import ADMIN_TOKEN, RouterArgs
-from tests.serve_rig import RIG_BASE, RIG_TOKEN, Rig, deploy, held, metric, rig_args, wait_ready
+from tests.serve_rig import (
+    RIG_BASE,
+    RIG_TOKEN,
+    Rig,
+    deploy,
+    held,
+    metric,
+    processes,
+    rig_args,
+    wait_ready,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.serve
 
 RATE = 100.0
 MAX_ONGOING = 8
+REPLICA = "ray::ServeReplica:base-"
 ADAPTERS = tuple(f"adapter{number}" for number in range(9))
 
 
@@ -169,6 +183,27 @@ def test_a_full_engine_is_passed_over(rig: Rig, client: httpx.Client) -> None:
         counts = Counter(_where(one.result()) for one in asked)
     assert sum(counts.values()) == 2 * MAX_ONGOING
     assert max(counts.values()) <= MAX_ONGOING
+
+
+def test_a_replica_that_hangs_hides_only_its_own_figures(client: httpx.Client) -> None:
+    def shown() -> set[str]:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        running = (one for one in families if one.name == "vllm:num_requests_running")
+        return {sample.labels["engine"] for one in running for sample in one.samples}
+
+    def listed() -> set[str]:
+        lines = client.get("/admin/adapters").json()["adapters"]
+        return {engine["engine"] for line in lines for engine in line["engines"]}
+
+    eventually(lambda: len(shown()) == len(listed()) == 3)
+    stopped = processes(REPLICA)[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        eventually(lambda: len(shown()) == 2)
+        assert shown() == listed()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    eventually(lambda: len(shown()) == 3)
 
 
 def test_decisions_are_remembered_and_counted(client: httpx.Client) -> None:

@@ -33,7 +33,7 @@ from serve_app.dispatch.gateway import Gateway
 from serve_app.errors import INVALID_REQUEST, SERVER_ERROR, ApiError, ServiceUnavailableError
 from serve_app.http.asgi import json_response
 from serve_app.messages import PIN, AdapterChange, EngineOutcome, ReplicaAdapters
-from serve_app.ray_calls import RAY_ERRORS, ask_manager, root_cause
+from serve_app.ray_calls import RAY_ERRORS, ask_manager, results_of, root_cause
 
 router = APIRouter(
     prefix="/admin/adapters", dependencies=[Depends(require_admin)], include_in_schema=False
@@ -116,9 +116,7 @@ async def call_engines(
 ) -> list[EngineOutcome]:
     """Loads or evicts the adapter on every replica of the base; returns one outcome per replica."""
     try:
-        results = await base.handle.broadcast(method, adapter).results_async(
-            timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
-        )
+        results = await results_of(base.handle.broadcast(method, adapter), _CALL_TIMEOUT_S)
     except (*RAY_ERRORS, TimeoutError) as error:
         raise ServiceUnavailableError(
             f"The engines of {base.base.name!r} do not respond.", 5
@@ -136,9 +134,7 @@ async def call_engines(
 async def list_replicas(base: BaseHandle) -> list[ReplicaAdapters]:
     """Returns the adapters of each replica that responds in time."""
     try:
-        results = await base.handle.broadcast("adapters").results_async(
-            timeout_s=_LIST_TIMEOUT_S, return_exceptions=True
-        )
+        results = await results_of(base.handle.broadcast("adapters"), _LIST_TIMEOUT_S)
     except (*RAY_ERRORS, TimeoutError):
         return []
     return [result for result in results if isinstance(result, ReplicaAdapters)]
@@ -215,6 +211,8 @@ def _resolved_digest(gateway: Gateway, name: str) -> str | None:
 
 
 def _failure_text(result: object) -> str:
+    if isinstance(result, TimeoutError):
+        return "it did not respond in time"
     if isinstance(result, BaseException):
         return str(root_cause(result)) or type(result).__name__
     return "it did not respond in time"

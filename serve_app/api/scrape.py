@@ -17,7 +17,7 @@ from serve_app.dispatch.gateway import Gateway
 from serve_app.messages import BaseFigures, EngineFigures
 from serve_app.metrics.exposition import join_texts
 from serve_app.observe.request_metrics import RequestCounts, RequestMetrics
-from serve_app.ray_calls import RAY_ERRORS
+from serve_app.ray_calls import RAY_ERRORS, results_of
 from serve_app.routing.state import routing_state
 from serve_app.tasks import has_failed, share
 
@@ -58,13 +58,9 @@ async def _engines(gateway: Gateway) -> dict[str, list[bytes]]:
     """Returns the texts of every replica of every base, by the base's digest, without replicas that
     do not answer in time."""
     handles = gateway.handles
-    broadcasts = [handle.handle.broadcast("metrics") for handle in handles]
+    calls = [handle.handle.broadcast("metrics") for handle in handles]
     results = await asyncio.gather(
-        *(
-            broadcast.results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
-            for broadcast in broadcasts
-        ),
-        return_exceptions=True,
+        *(results_of(call, _TIMEOUT_S) for call in calls), return_exceptions=True
     )
     return {
         handle.base.digest: [text for text in result if isinstance(text, bytes)]

@@ -447,6 +447,7 @@ def test_a_limit_beyond_the_context_is_cut_to_what_fits() -> None:
         ({"tools": INPUT_TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),

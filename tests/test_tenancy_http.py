@@ -457,6 +457,7 @@ async def test_a_key_is_made_shown_once_changed_rotated_and_revoked(world: World
         ("/key/generate", {"max_budget": 5}, "max_budget"),
         ("/key/generate", {"team_id": "a\nb"}, "team_id"),
         ("/key/update", {"rpm_limit": 5}, "key"),
+        ("/key/delete", {}, "key_aliases"),
     ],
 )
 async def test_a_wrong_field_of_a_key_is_named(

@@ -135,6 +135,8 @@ async def delete(request: Request) -> Response:
     body = await _read(request, _Delete)
     manager = state_of(request).gateway.manager
     named = [reference(one) for one in (*body.keys, *body.key_aliases)]
+    if not named:
+        raise InvalidRequestError("keys: must name a key, or key_aliases must.", "keys")
     ids = await ask_manager(manager.revoke_keys, _actor(request), named)
     return json_response({"deleted_keys": ids})
 

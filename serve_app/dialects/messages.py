@@ -89,7 +89,8 @@ class MessagesRequest(DialectRequest):
         if list_of(body.get("mcp_servers"), "mcp_servers"):
             refuse("mcp_servers", "is not supported", body["mcp_servers"])
         fields["tools"] = _tools(body.get("tools"))
-        _set_choice(fields, options_of(body.get("tool_choice"), "tool_choice"))
+        if (choice := body.get("tool_choice")) is not None:
+            _set_choice(fields, options_of(choice, "tool_choice"))
         _set_output(fields, body)
         fields["shows_cache"] = _has_cache_control(body)
         return fields
@@ -229,12 +230,12 @@ def _tools(value: object) -> list[Fields]:
 
 def _set_choice(fields: Fields, choice: Fields) -> None:
     kind = choice.get("type")
-    if choice and kind not in ("auto", "any", "tool", "none"):
+    if kind not in ("auto", "any", "tool", "none"):
         refuse("tool_choice.type", 'must be "auto", "any", "tool" or "none"', kind)
     if kind == "tool":
         name = name_of(choice.get("name"), "tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
-    elif kind is not None:
+    else:
         fields["tool_choice"] = "required" if kind == "any" else kind
     place = "tool_choice.disable_parallel_tool_use"
     if bool_of(choice.get("disable_parallel_tool_use"), place):

@@ -245,6 +245,7 @@ def _run(
     with httpx.Client(timeout=30, headers=headers) as client:
         served = served_models(client, wanted.url)
     _print_examples(wanted.url, served, has_keys=wanted.args.tenancy.enabled)
+    console.print(f"Console: {wanted.url}/console", highlight=False)
     console.print(f"Log: {child.log}. Ctrl-C stops everything.")
     while not signals:
         _check_alive(child)

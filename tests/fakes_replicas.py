@@ -128,7 +128,7 @@ class Fleet:
     router: Router
     migrations: Migrations
     rate: float
-    args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=10.0))
+    args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=60.0))
     replicas: dict[str, Replica] = field(default_factory=dict)
     num_refusals: int = 0  # so many calls are refused first
     return_s: float = 0.0  # so long after its last token a call returns
@@ -270,7 +270,7 @@ async def read_all(
     generation: Generation, on_outputs: Callable[[], None] | None = None
 ) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while generation._progress.open_requests:
             outputs += await generation.read()
             if on_outputs is not None:

@@ -73,7 +73,7 @@ class Postgres:
         """Stops the server at once: connections are cut."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=120)
             self._process = None
 
     def kill(self) -> None:
@@ -85,9 +85,9 @@ class Postgres:
         for process in (server, *children):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=120)
         # A new server is refused while one of the old processes has the shared memory.
-        psutil.wait_procs(children, timeout=30)
+        psutil.wait_procs(children, timeout=120)
         self._process = None
 
     @property

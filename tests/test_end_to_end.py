@@ -408,7 +408,7 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
 
 
 def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceReference) -> None:
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
         ids = http.post("/tokenize", json={"model": BASE, "prompt": "Ahoy, world"}).json()["tokens"]
         assert ids == reference.prompt_ids("Ahoy, world")
         back = http.post("/detokenize", json={"model": BASE, "tokens": ids}).json()

@@ -361,7 +361,7 @@ class Reads:
     def _open(self, name: str, version: int) -> ArtifactRepository:
         self.seen.append((name, version))
         self.begun.set()
-        assert self.gate.acquire(timeout=30)
+        assert self.gate.acquire(timeout=120)
         raise ArtifactError("nothing is stored here")
 
     def look(self, rows: list[Row]) -> None:
@@ -380,7 +380,7 @@ def plain_rows(name: str, num: int) -> list[Row]:
 def test_the_slow_versions_of_one_model_do_not_keep_those_of_another_out() -> None:
     reads = Reads()
     reads.look(plain_rows("first", 1))
-    assert reads.begun.wait(30)
+    assert reads.begun.wait(120)
     reads.look([*plain_rows("slow", 4), *plain_rows("small", 2)])
     reads.finish()
     assert reads.seen == [
@@ -394,7 +394,7 @@ def test_a_version_that_the_listing_shows_no_more_is_not_read() -> None:
     reads = Reads()
     gone, kept = plain_rows("gone", 3), plain_rows("kept", 3)
     reads.look(gone[:1])
-    assert reads.begun.wait(30)
+    assert reads.begun.wait(120)
     reads.look([*gone[1:], *kept])
     reads.adoption.keep(kept[1:])
     reads.finish()

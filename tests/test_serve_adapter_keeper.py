@@ -167,7 +167,7 @@ class SlowStore(FolderRegistry):
     def fetch(self, version: BaseVersion | AdapterVersion) -> Path:
         if version.digest in self.slow:
             self.fetching.append(version.digest)
-            assert self.gate.wait(20)
+            assert self.gate.wait(120)
         return super().fetch(version)
 
 

@@ -152,7 +152,7 @@ class Engines:
 
 @pytest.fixture(autouse=True)
 def _no_plan_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After three seconds, which a busy machine may take between two lines."""
+    """A plan is sent again after three seconds, which a busy machine may take between two lines."""
     monkeypatch.setattr("serve_app.control.adapter_plan.RESEND_S", 600.0)
 
 

@@ -74,7 +74,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _no_base_is_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a second, which a busy machine may take between two lines."""
+    """A base is woken again after a second, which a busy machine may take between two lines."""
     monkeypatch.setattr("serve_app.dispatch.cold_start._RETRY_S", 600.0)
 
 

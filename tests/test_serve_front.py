@@ -109,7 +109,7 @@ class Client:
         return await self.answer()
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             body = await self.reader.readexactly(int(headers.get("content-length", 0)))
@@ -117,7 +117,7 @@ class Client:
 
     async def is_closed(self) -> bool:
         """Waits until the server closes, and fails if it sends anything before."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             try:
                 return await self.reader.read() == b""
             except ConnectionResetError:

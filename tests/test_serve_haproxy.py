@@ -86,7 +86,7 @@ def test_a_client_that_leaves_frees_its_place(server: DemoServer) -> None:
 
 def test_a_slow_body_is_answered_with_408(server: DemoServer) -> None:
     port = int(server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as slow:
         slow.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"

@@ -193,7 +193,7 @@ async def test_a_base_that_was_registered_a_moment_ago_is_added_and_removed_at_o
     made._watcher._interval_s = 3600.0  # from now on it reads the registry only when it is woken
     await asyncio.sleep(0.05)
     world.store.tags = {"pad": {}, "fresh": {}}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await made.change_base(BaseChange("add", "fresh"))
         # The next caller sees that the change was carried out.
         (fresh,) = [one for one in await made.bases() if one.name == "fresh"]
@@ -271,7 +271,7 @@ async def test_a_name_whose_alias_goes_to_a_broken_version_is_served_on_but_not_
 async def meaning(made: Manager, model: str) -> int:
     """Returns the version of the first view that shows the alias on the broken version."""
     revision = ""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (view := await made.view(revision, 30.0)) is None or not view.catalog.dangling:
             revision = "" if view is None else view.revision
     found = view.catalog.resolve(model).adapter

@@ -84,7 +84,7 @@ async def stream(client: httpx.AsyncClient, number: int, max_tokens: int) -> str
 
 
 def test_replicas_come_with_the_load_and_go_after_it_and_no_stream_notices(rig: Rig) -> None:
-    with httpx.Client(base_url=rig.url, timeout=30) as client:
+    with httpx.Client(base_url=rig.url, timeout=120) as client:
         before = line(client)
         assert before | {"replicas": 1, "min_replicas": 1, "max_replicas": 2} == before
         asyncio.run(_load(rig, client))

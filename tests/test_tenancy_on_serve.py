@@ -51,7 +51,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 @pytest.fixture
 def admin(rig: Rig) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
-    with httpx.Client(base_url=rig.url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=rig.url, headers=headers, timeout=120) as client:
         yield client
 
 
@@ -67,7 +67,7 @@ def statuses(rig: Rig, key: str, path: str = "/v1/completions", **body: object) 
     headers = {"authorization": f"Bearer {key}"}
     found = set()
     for _ in range(4 * NUM_INGRESSES):
-        answer = httpx.post(rig.url + path, json={**BODY, **body}, headers=headers, timeout=30)
+        answer = httpx.post(rig.url + path, json={**BODY, **body}, headers=headers, timeout=120)
         found.add(answer.status_code)
     return found
 
@@ -124,7 +124,7 @@ def test_a_budget_of_a_day_ends_with_insufficient_quota(rig: Rig, admin: httpx.C
     _, headers = new_key(rig, admin, tokens_per_day=20)
     body = {**BODY, "max_tokens": 5}
     answers = [
-        httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers, timeout=30)
+        httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers, timeout=120)
         for _ in range(12)  # so many that each ingress has met its share before the last
     ]
     found = [answer.status_code for answer in answers]

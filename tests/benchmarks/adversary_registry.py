@@ -21,10 +21,10 @@ from serve_app.cli.registration import register_base
 from tests.benchmarks.adversary_attacks import QUICK_S, Attack, Damage, Target
 from tests.benchmarks.adversary_client import Reply, chat, get, post, send
 
-ALIAS_S = 10.0  # until a moved alias is followed; polled every half second, on a busy machine
+ALIAS_S = 30.0  # until a moved alias is followed; polled every half second, on a busy machine
 RECONCILE_AGE_S = 30.0
 STARTED_WITHIN_S = 120.0
-MAX_BROKEN = 3  # then it is known: each takes ten seconds to find out
+MAX_BROKEN = 3  # then it is known: each takes half a minute to find out
 HOSTILE_BASE = "hostile-template"
 ADMIN_TOKEN = "of the benchmark"
 _ENDLESS = (

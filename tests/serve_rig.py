@@ -241,6 +241,7 @@ def scrape(client: httpx.Client) -> str:
         if "vllm:num_requests_running{" in text and "loraplex_registry_up" in text:
             return text
         assert time.monotonic() < deadline, text
+        time.sleep(0.05)
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> float:

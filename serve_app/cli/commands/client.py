@@ -30,7 +30,7 @@ class _ModelList(msgspec.Struct):
 
 class ErrorText(msgspec.Struct):
     message: str = ""
-    code: str | None = None
+    code: str | int | None = None  # of OpenAI a word, of vLLM the status
 
 
 class _ErrorBody(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Grammars written in other ways, as Lark grammars of llguidance."""
+"""Grammars written in other ways, as Lark grammars of llguidance, and what it would misread."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def without_forcing(source: str) -> str:
     if "no_forcing" in source:
         raise ValueError("no_forcing is set by the server")
     return source + _NO_FORCING
+
+
+def ends_in_escape(pattern: str) -> bool:
+    """Returns True for an expression that ends in a backslash which escapes nothing: the library
+    would leave it out and follow another expression."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def as_lark(grammar: Grammar) -> Grammar:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.errors import EXCEEDED_GRAMMAR, InvalidRequestError
-from engine.grammar_sources import as_lark
+from engine.grammar_sources import as_lark, ends_in_escape
 from engine.grammar_state import MAX_ERROR_CHARS, NUM_MASK_THREADS, Lane, failure
 from engine.types import Grammar
 
@@ -115,21 +115,14 @@ def _translated(grammar: Grammar) -> str:
                 raise _refusal(grammar, "the schema is not a JSON object")
             return LLMatcher.grammar_from_json_schema(grammar.source, JSON_FORMAT, _STRICT)
         if grammar.kind == "regex":
-            _check_escapes(grammar)
+            if ends_in_escape(grammar.source):
+                raise _refusal(grammar, "a backslash at its end escapes nothing")
             return LLMatcher.grammar_from_regex(grammar.source)
         if grammar.kind == "lark":
             return LLMatcher.grammar_from_lark(grammar.source)
     except (ValueError, RecursionError) as error:  # UnicodeError is a ValueError
         raise _refusal(grammar, str(error)) from None
     raise _refusal(grammar, "the kind is not known")
-
-
-def _check_escapes(grammar: Grammar) -> None:
-    """Refuses an expression that ends in a backslash which escapes nothing: llguidance would leave
-    it out and follow another expression."""
-    text = grammar.source
-    if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise _refusal(grammar, "a backslash at its end escapes nothing")
 
 
 def _check_costs(grammar: Grammar) -> None:

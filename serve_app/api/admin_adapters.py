@@ -211,8 +211,6 @@ def _resolved_digest(gateway: Gateway, name: str) -> str | None:
 
 
 def _failure_text(result: object) -> str:
-    if isinstance(result, TimeoutError):
-        return "it did not respond in time"
-    if isinstance(result, BaseException):
+    if isinstance(result, BaseException) and not isinstance(result, TimeoutError):
         return str(root_cause(result)) or type(result).__name__
     return "it did not respond in time"

@@ -140,12 +140,17 @@ def error_response(error: BaseException, scope: Scope) -> Response:
     api_error = to_api_error(error)
     if api_error.status == 500:
         logger.error("request failed", exc_info=error)
-    body, status = api_error.body(), api_error.status
+    status = api_error.status
+    if status == 503 and api_error.should_retry and scope["path"].startswith(ANTHROPIC_PATH):
+        status = _ANTHROPIC_OVERLOADED
+    return Response(error_body(api_error, scope), status, api_error.headers(), "application/json")
+
+
+def error_body(error: ApiError, scope: Scope) -> bytes:
+    """Returns the error in the shape of the API that the path belongs to."""
     if scope["path"].startswith(ANTHROPIC_PATH):
-        body = api_error.anthropic_body(request_id_of(scope))
-        if status == 503 and api_error.should_retry:
-            status = _ANTHROPIC_OVERLOADED
-    return Response(body, status, api_error.headers(), "application/json")
+        return error.anthropic_body(request_id_of(scope))
+    return error.body()
 
 
 def install_error_handlers(app: FastAPI) -> None:

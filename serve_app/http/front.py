@@ -27,7 +27,7 @@ from serve_app.errors import (
     ServiceUnavailableError,
 )
 from serve_app.http.arrivals import Arrivals
-from serve_app.http.asgi import ANTHROPIC_PATH, REQUEST_ID, SseResponse, error_response
+from serve_app.http.asgi import ANTHROPIC_PATH, REQUEST_ID, SseResponse, error_body, error_response
 from serve_app.http.connection import install
 
 logger = logging.getLogger(__name__)
@@ -165,10 +165,7 @@ def _cut_event(scope: Scope) -> bytes:
         "The answer is not complete: it reached its time limit, or a process of the server ended."
     )
     error = ApiError(500, words, SERVER_ERROR, code="stream_cut")
-    body = error.body()
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        body = error.anthropic_body(dict(scope["headers"])[REQUEST_ID].decode())
-    return b"event: error\ndata: %b\n\n" % body
+    return b"event: error\ndata: %b\n\n" % error_body(error, scope)
 
 
 def _client_error(start: Message, scope: Scope) -> Response:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from engine.grammar_sources import ends_in_escape
 from serve_app.errors import shown
 
 # The library takes February 29 of every year, the year 0, which parsers of dates refuse, and leap
@@ -44,7 +45,7 @@ class UnsupportedPatternError(ValueError):
 def exact_pattern(pattern: str) -> str:
     """Returns the expression with negated classes that leave out control characters if they leave
     out a quotation mark or a backslash. Raises UnsupportedPatternError."""
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would leave it out
+    if ends_in_escape(pattern):
         raise UnsupportedPatternError(
             f"pattern: a backslash at the end escapes nothing, got {shown(pattern)}."
         )

@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from serve_app.cli.commands.client import (
-    ModelLine,
-    refusal_of_key,
-    served_models,
-    server_errors,
-)
+from serve_app.cli.commands.client import ModelLine, refusal, served_models, server_errors
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
-from serve_app.home import api_headers
+from serve_app.home import API_KEY, api_headers
 
 _HELP = """/adapter NAME  answer with this adapter (none: the base model)
 /models        what the server serves
@@ -157,7 +152,7 @@ def _stream(session: Session, text: str, parts: list[str]) -> None:
     # Leaving early closes the connection, which makes the server abort the request.
     with session.client.stream("POST", address, json=body) as answer:
         if answer.status_code != 200:
-            raise Failure(refusal_of_key(answer.status_code, answer.read()))
+            raise Failure(refusal(answer.status_code, answer.read(), API_KEY))
         for line in answer.iter_lines():
             if piece := reader.read(line):
                 parts.append(piece)

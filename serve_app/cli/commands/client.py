@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import msgspec
@@ -41,29 +41,23 @@ def served_models(client: httpx.Client, url: str) -> list[ModelLine]:
     with server_errors(url):
         answer = client.get(f"{url}/v1/models")
         if answer.status_code != 200:
-            raise Failure(refusal_of_key(answer.status_code, answer.content))
+            raise Failure(refusal(answer.status_code, answer.content, API_KEY))
         try:
             return msgspec.json.decode(answer.content, type=_ModelList).data
         except msgspec.DecodeError as error:
             raise Failure(f"{url}/v1/models did not answer with a model list: {error}") from error
 
 
-def refusal(status: int, body: bytes) -> str:
-    """Returns an OpenAI error body as a sentence."""
+def refusal(status: int, body: bytes, key_variable: str | None = None) -> str:
+    """Returns an OpenAI error body as a sentence. `key_variable`: has the key that the command
+    sends, and is named if the key is refused."""
     try:
-        message = msgspec.json.decode(body, type=_ErrorBody).error.message
+        error = msgspec.json.decode(body, type=_ErrorBody).error
     except msgspec.DecodeError:
-        message = body.decode(errors="replace").strip()[:200]
-    return f"The server answered {status}: {message}"
-
-
-def refusal_of_key(status: int, body: bytes) -> str:
-    """Returns the refusal of a command that sends a client's key, with the place of the key if that
-    is what is wrong."""
-    words = refusal(status, body)
-    with suppress(msgspec.DecodeError):
-        if msgspec.json.decode(body, type=_ErrorBody).error.code == "invalid_api_key":
-            return f"{words} This command takes the key from {API_KEY}."
+        error = ErrorText(body.decode(errors="replace").strip()[:200])
+    words = f"The server answered {status}: {error.message}"
+    if key_variable is not None and error.code == "invalid_api_key":
+        words += f" This command takes the key from {key_variable}."
     return words
 
 

@@ -39,6 +39,7 @@ from engine.step_inputs import StepInputs, StepLimits, is_decode
 from engine.step_layout import StepLayout
 from engine.types import Sample, ScheduledBatch
 from engine.types import Sequence as Choice
+from kernels.host_words import copy_to_host
 from kernels.paged_attention import max_item_queries
 from kernels.paged_plan import attention_scratch
 from kernels.sampling import gather_logprobs, sample_rows
@@ -220,6 +221,7 @@ class DeviceSteps:
         logits, _ = self._run(self._write(batch), 0, self._few_layers)
         assert logits is not None
         self._draw(logits, self._mixed.sampling(len(logits)))
+        copy_to_host(self._drawn, self._host_drawn[0])
 
     def launch(self, batch: ScheduledBatch) -> DeviceStep:
         with device_faults():
@@ -332,7 +334,7 @@ class DeviceSteps:
                 self._model.ranks.broadcast_(self._drawn[:count])
         self._turn ^= 1
         host_drawn = self._host_drawn[self._turn][:count]
-        host_drawn.copy_(self._drawn[:count], non_blocking=True)
+        copy_to_host(self._drawn[:count], host_drawn)
         done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record()

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.host_words import copy_to_device
+
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 _Copy = tuple[torch.Tensor, torch.Tensor]  # target, source
@@ -156,7 +158,7 @@ class StepBuffers:
                 self._copies.clear()
             copies = self._copies[key] = self._views_of(num_rows, width, with_head)
         (fields, host), *tables = copies
-        fields.copy_(host, non_blocking=True)
+        copy_to_device(host, fields)
         if self._device.is_cuda:
             sent = self._sent[self.turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             sent.record()

@@ -15,6 +15,7 @@ from engine.block_copies import CudaBlockCopier, allocate_slots
 from engine.kv_cache import KVCache
 from engine.runner import ModelRunner
 from engine.types import Request
+from kernels.host_words import copy_to_device, copy_to_host
 from kernels.rope_kv_write import rope_kv_write
 from kernels.rope_write import RopeWrite
 from tests.attention_factory import Batch, make_batch
@@ -160,6 +161,26 @@ def test_steps_write_no_block_before_the_stores_in_front_of_a_load_in_parts() ->
     kv.blocks[3].fill_(1)  # as K of the first layer, which a step writes before it reads the layer
     torch.cuda.synchronize()
     assert bool((copier._host[5] == 7).all())
+
+
+def test_the_numbers_of_a_step_do_not_wait_for_blocks() -> None:
+    copier, _ = open_copier()
+    words = torch.arange(5000, dtype=torch.int32).pin_memory()
+    back = torch.zeros_like(words).pin_memory()
+    on_device = torch.zeros_like(words, device="cuda")
+    blocks = range(32)
+    for turn in range(2):  # the first one compiles
+        on_device.zero_()
+        back.zero_()
+        copies = [copier.load(blocks, blocks) for _ in range(40)]
+        copies += [copier.store(blocks, blocks) for _ in range(40)]
+        copy_to_device(words, on_device)
+        copy_to_host(on_device, back)
+        torch.cuda.current_stream().synchronize()
+        if turn:
+            assert not copies[-1].query()
+        assert torch.equal(back, words)
+        copies[-1].synchronize()
 
 
 # -- engines ---------------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a load whose step computes meanwhile: the step then ends a quarter of its time after the last
-# copy. More parts are more calls, a call for each run of blocks and part.
-_NUM_PARTS = 4
+# Of a load whose step computes meanwhile: the step then ends an eighth of its time after the last
+# copy. More parts are more calls, one for each run of blocks and part, and graphs.
+_NUM_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,11 @@ def layer_parts(kv: KVCache) -> tuple[LayerPart, ...]:
         LayerPart(first, Columns(pitch, first * layer_bytes, (end - first) * layer_bytes))
         for first, end in pairwise(bounds)
     )
+
+
+def first_layers(kv: KVCache) -> tuple[int, ...]:
+    """Returns the first layer of each part of a load; none if loads are whole."""
+    return () if kv.blocks is None else tuple(part.first_layer for part in layer_parts(kv))
 
 
 def runs_of(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:

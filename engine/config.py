@@ -54,7 +54,7 @@ class EngineConfig:
     num_speculative_tokens: int = 7  # of a draft, at most: 8 rows are a tile of an adapter
     suffix_cache_bytes: int = 64 * 1024 * 1024  # host memory of the text that drafts come from
     enforce_eager: bool = False  # CUDA: no graphs; starts sooner, decodes slower
-    piecewise_graphs: bool = True  # CUDA: also for small steps with prompts, around attention
+    mixed_graphs: bool = True  # CUDA: also of steps with prompts, up to some thousand tokens
     # On the device, all sites together. None: 256 MiB on a CPU, an eighth of the rest on CUDA
     adapter_pool_bytes: int | None = None
     # int8: adapters' rows rounded to 8 bits with a scale a rank, half the bytes of 16 bits. auto:

@@ -29,7 +29,7 @@ _RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    size: int  # rows: sequences, or also the tokens of their drafts; of pieces: tokens
+    size: int  # rows: sequences, or also the tokens of their drafts; of mixed steps: tokens
     lora: LoraReach
 
 

@@ -1,7 +1,7 @@
 """A step on a CUDA device: launched without waiting, collected while the next one runs.
 
-Decode steps, with drafts or without, replay a graph, small steps with prompts replay a graph
-between the attention of every two layers, all others launch kernel by kernel. The drawn tokens stay
+Decode steps, with drafts or without, replay a graph, and so do steps with prompts of up to some
+thousand tokens; all others launch kernel by kernel. The drawn tokens stay
 on the device as the next step's inputs; the host gets a copy. Only `collect` waits for the
 device.
 
@@ -28,9 +28,9 @@ from engine.device_memory import device_faults
 from engine.inputs import ForwardInputs, SamplingInputs
 from engine.kv_cache import KVCache
 from engine.masks import Masks
+from engine.mixed_graphs import MixedGraphs, mixed_sizes
 from engine.model import Model
 from engine.parallel.group import Group
-from engine.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from engine.prompt_logprobs import completed, find_prompt_logprobs, run_prompt_logits
 from engine.sampler import change_logits_, changes_logits, draws_late, upload
 from engine.step_buffers import Words
@@ -116,7 +116,7 @@ class DeviceSteps:
         pool: AdapterPool,
         limits: StepLimits,
         *,
-        has_pieces: bool,
+        has_mixed_graphs: bool,
         group: Group | None = None,
     ) -> None:
         """`group`: the other ranks, which launch each step, too; None: there are none, or all make
@@ -149,8 +149,9 @@ class DeviceSteps:
         self._mixed = StepInputs(limits, pool, scratch, self._drawn, is_decode=False)
         self._few_layers = few_layers = model.layers_of_each_kind(kv)
         self._graphs = DecodeGraphs(graph_sizes(rows.max_seqs), self._run_static, few_layers)
-        sizes = piece_sizes(limits.max_tokens) if has_pieces else ()
-        self._pieces = PiecewiseGraphs(sizes, model, kv, pool, self._mixed.for_pieces, few_layers)
+        sizes = mixed_sizes(limits.max_tokens) if has_mixed_graphs else ()
+        inputs_of = self._mixed.for_mixed_graph
+        self._mixed_graphs = MixedGraphs(sizes, model, kv, pool, inputs_of, few_layers)
 
     def load_head_products(self) -> None:
         """Computes the product of the head for every number of rows that sample. cuBLAS has many
@@ -166,20 +167,23 @@ class DeviceSteps:
         """Captures the graphs, before the first step. Without it every step is launched kernel by
         kernel."""
         started_s = time.perf_counter()
-        graphs, pieces = self._graph_keys(), self._pieces.keys
+        decodes, mixed = self._graph_keys(), self._mixed_graphs.keys
         memory = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         with tqdm(
-            total=len(graphs) + len(pieces), desc="capturing CUDA graphs", unit="graph"
+            total=len(decodes) + len(mixed), desc="capturing CUDA graphs", unit="graph"
         ) as bar:
-            for of_kind, keys in ((self._graphs, graphs), (self._pieces, pieces)):
+            for of_kind, keys in ((self._graphs, decodes), (self._mixed_graphs, mixed)):
                 for key in keys:
                     of_kind.capture(key, memory)
                     bar.update()
         gc.collect()
         seconds = time.perf_counter() - started_s
         logger.info(
-            "captured graphs of %d sizes, pieces of %d in %.1f s", len(graphs), len(pieces), seconds
+            "captured %d graphs of decodes and %d of other steps in %.1f s",
+            len(decodes),
+            len(mixed),
+            seconds,
         )
 
     def _graph_keys(self) -> list[GraphKey]:
@@ -189,16 +193,16 @@ class DeviceSteps:
     def graphs_overhead(self) -> int:
         """An estimate of the bytes of captured graphs beyond their steps' tensors."""
         graphs = _GRAPH_BYTES * len(self._graph_keys())
-        return graphs + self._pieces.overhead()
+        return graphs + self._mixed_graphs.overhead()
 
     def run_largest_graph(self) -> None:
         """Runs the largest captured step without a graph, to measure its memory."""
         self._run_static(self._graph_keys()[0])
 
-    def run_largest_pieces(self) -> None:
-        """Runs the largest pieces without graphs, to measure their memory."""
-        for key in self._pieces.keys[:1]:
-            self._pieces.run(key)
+    def run_largest_mixed(self) -> None:
+        """Runs the largest captured step with prompts without a graph, to measure its memory."""
+        for key in self._mixed_graphs.keys[:1]:
+            self._mixed_graphs.run(key)
 
     @property
     def mask_bytes(self) -> int:
@@ -213,8 +217,8 @@ class DeviceSteps:
         """Runs every graph's step on meta tensors, which records the kernels that it launches."""
         for key in self._graph_keys():
             self._run_static(key, self._few_layers)
-        for key in self._pieces.keys:
-            self._pieces.run(key, few=True)
+        for key in self._mixed_graphs.keys:
+            self._mixed_graphs.run(key, few=True)
 
     def trace_batch(self, batch: ScheduledBatch) -> None:
         """Runs a step outside the graphs on meta tensors, without its copies to the host."""
@@ -255,8 +259,8 @@ class DeviceSteps:
         if size is not None:
             return self._decode.write_for_graph(batch, self._drawn_rows, size)
         kinds = self._mixed.site_kinds(batch.sequences)
-        # Steps with affine rows have no pieces: their kernels are other ones.
-        size = None if AFFINE in kinds else self._pieces.size_for(batch.num_tokens)
+        # Steps with affine rows have no such graph: their kernels are other ones.
+        size = None if AFFINE in kinds else self._mixed_graphs.size_for(batch.num_tokens)
         return self._mixed.write(batch, self._drawn_rows, kinds, size)
 
     def _run(
@@ -275,7 +279,7 @@ class DeviceSteps:
         if layout.size is None:
             hidden = self._model.forward(inputs, self._kv, self._pool, layers)
         else:
-            hidden = self._pieces.forward(inputs, layout.num_tokens, layout.size)
+            hidden = self._mixed_graphs.forward(inputs, layout.size)
         logits = None
         if count:
             logits = self._model.logits(hidden[:count], inputs, 0, self._pool)

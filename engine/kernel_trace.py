@@ -79,7 +79,7 @@ def trace_kernels(
         pool = _pool_with(adapters, config, shard.sites(), dtype)
         if adapters and size == 1 and not pool.is_int8:
             trace_copies(dtype)
-        steps = DeviceSteps(traced, kv, pool, limits, has_pieces=config.piecewise_graphs)
+        steps = DeviceSteps(traced, kv, pool, limits, has_mixed_graphs=config.mixed_graphs)
         steps.mask_once()
         if not config.enforce_eager:
             steps.trace()

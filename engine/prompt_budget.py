@@ -31,7 +31,7 @@ from engine.step_cost import TILE, StepCost
 from engine.types import Sequence
 
 # Tokens of a step, with decoding sequences: multiples of the tile of large matrix products, from
-# 1,024 on coarser, as `piecewise_graphs.SIZES` are. On an H200 steps of 384, 448, 512 and 1,024
+# 1,024 on coarser, as `mixed_graphs.SIZES` are. On an H200 steps of 384, 448, 512 and 1,024
 # tokens last 13, 18, 14 and 25 ms.
 _LARGE, _LARGE_TILE = 1024, 256
 _UNMEASURED = 512  # tokens of a step while the cost of one is unknown

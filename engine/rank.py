@@ -163,8 +163,10 @@ class Rank:
     def make_steps(self, kv: KVCache, pool: AdapterPool, group: Group | None = None) -> Steps:
         if not self.uses_triton:
             return ReferenceSteps(self.model, kv, pool, group)
-        has_pieces = self.config.piecewise_graphs
-        return DeviceSteps(self.model, kv, pool, self.limits, has_pieces=has_pieces, group=group)
+        has_mixed = self.config.mixed_graphs
+        return DeviceSteps(
+            self.model, kv, pool, self.limits, has_mixed_graphs=has_mixed, group=group
+        )
 
     @torch.inference_mode()
     def capture(self, steps: Steps) -> None:
@@ -199,7 +201,7 @@ class Rank:
                 # One pool for both kinds, but memory that one kind frees need not fit the other.
                 graphs = steps.graphs_overhead + sum(
                     peak_bytes(self.device, run)
-                    for run in (steps.run_largest_graph, steps.run_largest_pieces)
+                    for run in (steps.run_largest_graph, steps.run_largest_mixed)
                 )
         return DeviceUse(
             *self.empty,

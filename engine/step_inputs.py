@@ -28,7 +28,15 @@ from engine.step_buffers import BufferSizes, StepBuffers, Words
 from engine.step_layout import Runs, StepLayout
 from engine.types import ScheduledBatch, ScheduledSequence, Sequence
 from kernels.lora_plan import LoraPlan, LoraPlanCounts, lora_plan_size, write_lora_plan
-from kernels.paged_plan import AttentionScratch, HeadShape, PagedPlan, WorkCounts, work_size
+from kernels.paged_plan import (
+    HEADER,
+    AttentionScratch,
+    HeadShape,
+    PagedPlan,
+    WorkCounts,
+    max_tiles,
+    work_size,
+)
 from lora.mapping import build_lora_batch
 from lora.page_lists import PageList
 from lora.pool import PAGE_ROWS, AdapterPool
@@ -114,25 +122,34 @@ class StepInputs:
 
     def for_graph(self, size: int, reach: LoraReach) -> tuple[ForwardInputs, SamplingInputs]:
         """Returns the inputs of `size` rows; `write_for_graph(..., size)` fills them."""
-        device = self._buffers.device
-        attention = tuple(
-            PagedPlan.for_graph(
-                device("query_start")[: size + 1],
-                device("kv_lens")[:size],
-                table,
-                device("attention"),
-                self._scratch,
-                size,
-                self._limits.max_queries,
-            )
-            for table in self._buffers.device_tables(size)
-        )
         lora = None
         if reach is not LoraReach.NONE:
             lora = self._plan_of_graph(size, has_affine=reach is LoraReach.AFFINE)
         head = lora if reach in (LoraReach.ALL, LoraReach.AFFINE) else None
+        attention = self._attention_of_graph(size, max_queries=self._limits.max_queries)
         inputs = self._forward_inputs(size, attention, lora, head, reach=reach)
         return inputs, self.sampling(size)
+
+    def for_mixed_graph(self, size: int, has_lora: bool) -> ForwardInputs:
+        """Returns the inputs of `size` tokens of any sequences; `write(..., size)` fills them.
+        Attention has no work until then: that of an earlier step may be for more tokens."""
+        self._buffers.device("attention")[:HEADER].zero_()
+        num_sequences = min(size, self._limits.max_seqs)
+        tiles = max_tiles(num_sequences, size, self._limits.heads)
+        attention = self._attention_of_graph(num_sequences, max_tiles=tiles)
+        lora = self._plan_of_graph(size, large=True) if has_lora else None
+        return self._forward_inputs(size, attention, lora)
+
+    def _attention_of_graph(
+        self, num_sequences: int, *, max_queries: int = 1, max_tiles: int = 0
+    ) -> tuple[PagedPlan, ...]:
+        device, scratch = self._buffers.device, self._scratch
+        lengths = device("query_start")[: num_sequences + 1], device("kv_lens")[:num_sequences]
+        sizes = num_sequences, max_queries, max_tiles
+        return tuple(
+            PagedPlan.for_graph(*lengths, table, device("attention"), scratch, *sizes)
+            for table in self._buffers.device_tables(num_sequences)
+        )
 
     def _plan_of_graph(
         self, size: int, *, large: bool = False, has_affine: bool = False
@@ -215,12 +232,6 @@ class StepInputs:
         """Sends the step that was written last to the device."""
         self._buffers.send(layout.num_sequences, layout.width, with_head=layout.head is not None)
 
-    def for_pieces(self, size: int, has_lora: bool) -> ForwardInputs:
-        """Returns the inputs of `size` tokens of any sequences, without attention; `write(...,
-        size)` fills them."""
-        lora = self._plan_of_graph(size, large=True) if has_lora else None
-        return self._forward_inputs(size, self._attention(0, WorkCounts(0, 0)), lora)
-
     def write(
         self,
         batch: ScheduledBatch,
@@ -229,7 +240,7 @@ class StepInputs:
         size: int | None = None,
     ) -> StepLayout:
         """Writes any batch of up to `max_tokens` on the host, padded to `size` tokens for the
-        pieces of that size. `kinds`: the `site_kinds` of its sequences."""
+        graph of that size. `kinds`: the `site_kinds` of its sequences."""
         self._buffers.begin()
         parts = batch.sequences
         num_tokens = size or batch.num_tokens

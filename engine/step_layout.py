@@ -18,7 +18,7 @@ Runs = tuple[tuple[str | None, int], ...]  # adapter key and number of tokens, i
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     is_decode: bool  # in the buffers of decode graphs; False: in those of all other steps
-    size: int | None  # of the graph, or in tokens of the pieces; None: launched kernel by kernel
+    size: int | None  # of the graph, of mixed steps in tokens; None: launched kernel by kernel
     reach: LoraReach
     num_tokens: int  # without padding
     num_sequences: int  # with that of a graph's size

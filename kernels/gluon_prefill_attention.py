@@ -61,19 +61,16 @@ def paged_prefill(
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     assert all(tensor.is_contiguous() for tensor in (q, k_cache, v_cache, out))
-    num_units = plan.num_tiles * num_kv_heads
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
-        (min(num_sms(q.device), num_units),),
+        (min(num_sms(q.device), plan.max_tiles * num_kv_heads),),
         q,
         describe_rows(k_cache, BLOCK_N),
         describe_rows(v_cache, BLOCK_N),
         out,
         plan.work,
         plan.scratch.tickets,
-        plan.tiles_start,
-        num_units,
         plan.query_start,
         plan.kv_lens,
         plan.block_tables,
@@ -322,10 +319,10 @@ def _attend_tiles(
         first, query_end, before = next_first, next_query_end, next_before
 
 
-@gluon.jit(do_not_specialize=["tiles_start", "num_units"])
+@gluon.jit
 def _prefill_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, work_ptr, counter_ptr, tiles_start, num_units, query_start_ptr,
-    kv_lens_ptr, tables_ptr, stride_table,
+    q_ptr, k_desc, v_desc, out_ptr, work_ptr, counter_ptr, query_start_ptr, kv_lens_ptr, tables_ptr,
+    stride_table,
     scale,  # with log2(e): softmax in base 2
     sinks_ptr,  # [Hq], or None
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE: gl.constexpr,
@@ -333,6 +330,9 @@ def _prefill_kernel(
     STAGED: gl.constexpr,  # of the ring in e4m3; 0: the cache is in 16 bits
     WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
+    # Read from the plan: a graph is launched for any number of items and tiles.
+    tiles_start = 4 + 4 * gl.load(work_ptr)
+    num_units = gl.load(work_ptr + 3) * NUM_KV_HEADS
     PARTS: gl.constexpr = HEAD_DIM // 64
     dtype: gl.constexpr = k_desc.dtype if STAGED == 0 else gl.float16
     layout: gl.constexpr = k_desc.layout if STAGED == 0 else wide_layout(BLOCK_N, 64)

@@ -141,7 +141,7 @@ def _paged_attention_triton(
         decode = triton_decode_attention.paged_decode
     out = q.new_empty(q.shape) if out is None else out
     arguments = (q, k_cache, v_cache, out, plan, scale, sliding_window)
-    if plan.num_tiles:
+    if plan.max_tiles:
         prefill(*arguments, soft_cap=soft_cap, sinks=sinks)
     if plan.max_items:
         decode(*arguments, soft_cap=soft_cap, sinks=sinks)

@@ -25,7 +25,7 @@ import torch
 Ints = npt.NDArray[np.int32]
 
 TILE_ROWS = 128  # (query, head of a group) pairs per prefill program
-HEADER = 4  # [num_items, sequences, 1 if they are few, 0]
+HEADER = 4  # [num_items, sequences, 1 if they are few, num_tiles]
 # [sequence, first key, last key + 1, (first slot << 9) + (split << 5) + splits]: int32 holds the
 # slots of 262,144 sequences
 ITEM = 4
@@ -103,8 +103,7 @@ class PagedPlan:
     scratch: AttentionScratch
     num_sequences: int
     max_items: int  # of the decode launch; 0: there is none
-    tiles_start: int  # offset of the tiles in `work`
-    num_tiles: int
+    max_tiles: int  # of the prefill launch; 0: there is none
     max_queries: int = 1  # of a sequence that is cut into items
 
     def max_decode_items(self, window: int | None) -> int:
@@ -123,12 +122,15 @@ class PagedPlan:
         scratch: AttentionScratch,
         num_sequences: int,
         max_queries: int = 1,
+        max_tiles: int = 0,
     ) -> PagedPlan:
-        """Returns the plan of decodes: sequences with one query each, or with up to `max_queries`,
-        as `write_decode_work` writes them. Stays valid for any later contents of the tensors."""
+        """Returns the plan of up to so many sequences and tiles. Without tiles, the sequences are
+        decodes with one query each, or with up to `max_queries`, as `write_decode_work` writes
+        them; with tiles, any mix, as `write_work` does. Stays valid for any later contents of the
+        tensors."""
         items = num_sequences * MAX_SPLITS
         tensors = (query_start, kv_lens, block_tables, work)
-        return cls(*tensors, scratch, num_sequences, items, 0, 0, max_queries)
+        return cls(*tensors, scratch, num_sequences, items, max_tiles, max_queries)
 
     @classmethod
     def for_step(
@@ -150,7 +152,6 @@ class PagedPlan:
             scratch,
             kv_lens.shape[0],
             counts.num_items,
-            HEADER + ITEM * counts.num_items,
             counts.num_tiles,
         )
 
@@ -159,8 +160,13 @@ def work_size(max_seqs: int, max_tokens: int, shape: HeadShape) -> int:
     """Returns the numbers in `work` that any step with up to these sequences and tokens can
     need."""
     items = max_seqs * MAX_SPLITS
-    tiles = max_seqs + -(-max_tokens // shape.tile_tokens)
-    return HEADER + ITEM * items + TILE * tiles
+    return HEADER + ITEM * items + TILE * max_tiles(max_seqs, max_tokens, shape)
+
+
+def max_tiles(max_seqs: int, max_tokens: int, shape: HeadShape) -> int:
+    """Returns the most tiles of a step with up to these sequences and tokens: each sequence has two
+    queries at least, and one tile that is not full."""
+    return min(max_seqs, max_tokens // 2) + -(-max_tokens // shape.tile_tokens)
 
 
 def attention_scratch(
@@ -183,12 +189,12 @@ def write_work(out: Ints, query_start: Ints, kv_lens: Ints, shape: HeadShape) ->
     num_items = 0
     if len(decodes):
         num_items = _write_items(out, decodes, kv_lens, is_few, queries[decodes])
-    out[:HEADER] = (num_items, len(kv_lens), is_few, 0)
     start = HEADER + ITEM * num_items
     prefills = np.flatnonzero(queries > 1)
-    if not len(prefills):
-        return WorkCounts(num_items, 0)
-    num_tiles = _write_tiles(out[start:], prefills, query_start, kv_lens, shape.tile_tokens)
+    num_tiles = 0
+    if len(prefills):
+        num_tiles = _write_tiles(out[start:], prefills, query_start, kv_lens, shape.tile_tokens)
+    out[:HEADER] = (num_items, len(kv_lens), is_few, num_tiles)
     return WorkCounts(num_items, num_tiles)
 
 

@@ -56,13 +56,12 @@ def paged_prefill(
     factor, cap = kernel_scale(scale, soft_cap)
     launch(
         _prefill_kernel,
-        (plan.num_tiles * num_kv_heads,),
+        (plan.max_tiles * num_kv_heads,),
         q,
         k_cache,
         v_cache,
         out,
         plan.work,
-        plan.tiles_start,
         plan.query_start,
         plan.kv_lens,
         plan.block_tables,
@@ -85,14 +84,13 @@ def paged_prefill(
     )
 
 
-@triton.jit(do_not_specialize=["tiles_start"])
+@triton.jit
 def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     work_ptr,
-    tiles_start,
     query_start_ptr,
     kv_lens_ptr,
     tables_ptr,
@@ -112,8 +110,11 @@ def _prefill_kernel(
     UPCAST: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    head = tl.program_id(0) % NUM_KV_HEADS
-    tile_ptr = work_ptr + tiles_start + 2 * (tl.program_id(0) // NUM_KV_HEADS)
+    unit = tl.program_id(0)
+    if unit >= tl.load(work_ptr + 3) * NUM_KV_HEADS:  # a graph has programs for the most tiles
+        return
+    head = unit % NUM_KV_HEADS
+    tile_ptr = work_ptr + 4 + 4 * tl.load(work_ptr) + 2 * (unit // NUM_KV_HEADS)
     seq = tl.load(tile_ptr)
     first = tl.load(tile_ptr + 1)
     query_end = tl.load(query_start_ptr + seq + 1)

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine import piecewise_graphs
+from engine import mixed_graphs
 from engine.config import EngineConfig
 from engine.device_step import DeviceSteps
 from engine.kv_layout import KVLayout
-from engine.piecewise_graphs import PiecewiseGraphs
+from engine.mixed_graphs import MixedGraphs
 from engine.runner import ModelRunner
 from engine.types import (
     Request,
@@ -251,14 +251,14 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
-def make_pieces(runner: ModelRunner, *sizes: int) -> PiecewiseGraphs:
-    """Makes the pieces of steps of so many tokens without graphs: a graph's work is called again
+def make_mixed_graphs(runner: ModelRunner, *sizes: int) -> MixedGraphs:
+    """Makes the graphs of steps of so many tokens without CUDA: a graph's work is called again
     instead of replayed."""
     assert isinstance(runner._steps, DeviceSteps)
-    pieces = runner._steps._pieces
-    pieces._sizes = sizes
+    graphs = runner._steps._mixed_graphs
+    graphs._sizes = sizes
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(piecewise_graphs, "record", lambda piece, memory: piece)
-        for key in pieces.keys:
-            pieces.capture(key, None)
-    return pieces
+        patched.setattr(mixed_graphs, "record", lambda part, memory: part)
+        for key in graphs.keys:
+            graphs.capture(key, None)
+    return graphs

@@ -159,21 +159,21 @@ def assert_any_company_gives_the_answer(runner: ModelRunner, tolerance: float) -
 def assert_graphs_have_the_bits_of_kernels(runner: ModelRunner) -> None:
     """Steps of exactly a graph's size: 1, 4, 8, 32 and 64 sequences of one length."""
     assert isinstance(runner._steps, DeviceSteps)
-    graphs, pieces = runner._steps._graphs, runner._steps._pieces
+    graphs, mixed = runner._steps._graphs, runner._steps._mixed_graphs
 
     def answers(count: int) -> dict[str, Reply]:
         return run_all(make_engine(runner), neighbours(count, 5, length=3))
 
-    kept = graphs._graphs, pieces._pieces
+    kept = graphs._graphs, mixed._parts
     assert kept[0]
-    pieces._pieces = {}
+    mixed._parts = {}
     try:
         for count in (1, 4, 8, 32, 64):
             replayed, graphs._graphs = answers(count), {}
             launched, graphs._graphs = answers(count), kept[0]
             assert replayed == launched, count
     finally:
-        graphs._graphs, pieces._pieces = kept
+        graphs._graphs, mixed._parts = kept
 
 
 def assert_rows_of_the_base_keep_their_bits(runner: ModelRunner) -> None:

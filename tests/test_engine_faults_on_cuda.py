@@ -154,7 +154,7 @@ def test_a_long_prompt_without_memory_is_computed_in_parts_beside_others(
         num_blocks=300,
         max_num_seqs=16,
         max_num_batched_tokens=4096,
-        piecewise_graphs=False,  # the memory of their steps is there from the start
+        mixed_graphs=False,  # the memory of their steps is there from the start
     )
     runner.load_adapter("mlp", make_adapter(tmp_path / "mlp", base, 16, LINEARS[4:]))
     others = [replace(probe(i), adapter=None) for i in range(8)]

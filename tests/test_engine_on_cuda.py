@@ -69,12 +69,12 @@ def runner(base: Path, adapters: dict[str, Path], request: pytest.FixtureRequest
 @contextmanager
 def without_graphs(runner: ModelRunner) -> Iterator[None]:
     assert isinstance(runner._steps, DeviceSteps)
-    graphs, pieces = runner._steps._graphs, runner._steps._pieces
-    kept, graphs._graphs, pieces._pieces = (graphs._graphs, pieces._pieces), {}, {}
+    graphs, mixed = runner._steps._graphs, runner._steps._mixed_graphs
+    kept, graphs._graphs, mixed._parts = (graphs._graphs, mixed._parts), {}, {}
     try:
         yield
     finally:
-        graphs._graphs, pieces._pieces = kept
+        graphs._graphs, mixed._parts = kept
 
 
 def test_a_request_gets_its_tokens_in_any_company(runner: ModelRunner) -> None:

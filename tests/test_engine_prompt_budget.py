@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.decode_graphs import GraphKey
 from engine.inputs import LoraReach
-from engine.piecewise_graphs import SIZES, PiecewiseGraphs
+from engine.mixed_graphs import SIZES, MixedGraphs
 from engine.prompt_budget import prompt_budget
 from engine.step_cost import StepCost
 from tests.benchmarks.report import percentile
@@ -95,10 +95,10 @@ def test_a_step_has_a_size_that_the_device_computes_well(
 
 def test_large_steps_are_hardly_padded() -> None:
     """The device takes longer than the host for a prompt of so many tokens: padding shows."""
-    pieces = PiecewiseGraphs(SIZES, None, None, None, None, ())  # type: ignore[arg-type]
-    assert pieces.size_for(100) is None  # nothing is captured
-    pieces._pieces = {GraphKey(64, LoraReach.NONE): ()}
-    found = {count: pieces.size_for(count) for count in (1, 65, 897, 1024, 1025, 1199, 1200, 1280)}
+    graphs = MixedGraphs(SIZES, None, None, None, None, ())  # type: ignore[arg-type]
+    assert graphs.size_for(100) is None  # nothing is captured
+    graphs._parts = {GraphKey(64, LoraReach.NONE): ()}
+    found = {count: graphs.size_for(count) for count in (1, 65, 897, 1024, 1025, 1199, 1200, 1280)}
     assert found == {
         1: 64,
         65: 128,
@@ -109,7 +109,7 @@ def test_large_steps_are_hardly_padded() -> None:
         1200: 1280,
         1280: 1280,
     }
-    assert [pieces.size_for(count) for count in (1679, 1680, 2048, 2049)] == [
+    assert [graphs.size_for(count) for count in (1679, 1680, 2048, 2049)] == [
         None,
         1792,
         2048,

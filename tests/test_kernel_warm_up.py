@@ -251,8 +251,8 @@ def test_no_number_of_tokens_reaches_a_kernel_beyond_the_list(
     assert len(found) > 20
 
 
-@pytest.mark.parametrize("changes", [{"piecewise_graphs": False}, {"enforce_eager": True}])
-def test_tiles_beside_each_other_are_listed_without_pieces(
+@pytest.mark.parametrize("changes", [{"mixed_graphs": False}, {"enforce_eager": True}])
+def test_tiles_beside_each_other_are_listed_without_graphs(
     changes: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode of one adapter and a prompt of another, neither affine, launched kernel by
@@ -357,7 +357,7 @@ def test_few_layers_launch_what_all_layers_launch(
     config = EngineConfig("", "", adapter_pool_bytes=pool_bytes(model_named(name), 8))
     monkeypatch.setattr(kernel_trace, "_trace_batches", lambda *_: iter(()))
     monkeypatch.setattr(device_step, "graph_sizes", lambda _: (1, 64, 256))
-    monkeypatch.setattr(device_step, "piece_sizes", lambda _: (64, 1024))
+    monkeypatch.setattr(device_step, "mixed_sizes", lambda _: (64, 1024))
     of_each_kind = Model.layers_of_each_kind
 
     def few(model: Model, kv: KVCache) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ def test_a_load_begins_after_the_steps_that_read_its_blocks(in_parts: bool) -> N
 def test_layers_are_read_after_their_part_and_before_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copier, kv = open_copier(8)
+    copier, kv = open_copier(16)
     assert kv.blocks is not None
     kv.blocks.fill_(7)
     copier.store([3], [5]).synchronize()
@@ -117,7 +117,7 @@ def test_layers_are_read_after_their_part_and_before_the_last(
 
     def mark_and_wait() -> torch.cuda.Event:
         marks.append(mark())
-        if len(marks) == 3:  # after the begin and two of four parts
+        if len(marks) == 3:  # after the begin and two of eight parts
             with torch.cuda.stream(copier._stream):
                 torch.cuda._sleep(_LONG)
         return marks[-1]
@@ -126,12 +126,12 @@ def test_layers_are_read_after_their_part_and_before_the_last(
     copy = copier.load([5], [3], in_parts=True)
     copier.hold_steps(copy)
     found: list[torch.Tensor] = []
-    for layer in range(8):
+    for layer in range(16):
         if layer == 4:
             torch.cuda.current_stream().synchronize()
             assert not copy.query()
         kv.arrivals.wait(layer)
-        found += [kv.k[layer][3 * 16].clone(), kv.v[layer][3 * 16].clone()]
+        found += [kv.k[layer][3 * 32].clone(), kv.v[layer][3 * 32].clone()]
     torch.cuda.synchronize()
     assert all(bool((one == 7).all()) for one in found)
 

@@ -333,7 +333,7 @@ def test_two_ranks_give_the_tokens_of_one_and_have_equal_residuals(
     for owner, name in ((Model, "logits"), (DeviceSteps, "_run")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     record_residuals(str(own))
-    runner = _open(base, adapters, 2, enforce_eager=is_eager, piecewise_graphs=not is_eager)
+    runner = _open(base, adapters, 2, enforce_eager=is_eager, mixed_graphs=not is_eager)
     try:
         found = _replies(runner)
         lines = own.read_text().splitlines()
@@ -441,7 +441,7 @@ from engine.types import Request, SamplingParams
 config = EngineConfig(
     sys.argv[1], "base", device="cuda", dtype="float32", block_size=16, num_blocks=512,
     max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=2, gpu_memory_utilization=0.3,
-    adapter_pool_bytes=0, piecewise_graphs=False,
+    adapter_pool_bytes=0, mixed_graphs=False,
 )
 runners = []
 

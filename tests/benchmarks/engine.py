@@ -247,7 +247,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--prefix-caching", action="store_true", help="on, as a server has it")
     parser.add_argument("--eager", action="store_true", help="ours without CUDA graphs")
-    parser.add_argument("--no-piecewise", action="store_true", help="prompts without CUDA graphs")
+    parser.add_argument(
+        "--no-mixed-graphs", action="store_true", help="prompts without CUDA graphs"
+    )
     parser.add_argument("--tiny", action="store_true", help="few short requests: a trial")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "engine-bench")
     args = parser.parse_args()
@@ -275,7 +277,7 @@ def main() -> None:
             pool_pages=pool_pages(args),
             enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
-            piecewise_graphs=not args.no_piecewise,
+            mixed_graphs=not args.no_mixed_graphs,
         )
         asyncio.run(run_ours(args, settings, cases, report))
     summarise(report, args.shape)

@@ -55,7 +55,7 @@ class Settings:
     memory_fraction: float = 0.8
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
-    piecewise_graphs: bool = True
+    mixed_graphs: bool = True
     num_blocks: int | None = None
     pool_pages: int | None = None  # of an engine that is "on"; None: `POOL_PAGES`
     others: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig that differ
@@ -76,7 +76,7 @@ class Settings:
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
-            piecewise_graphs=self.piecewise_graphs,
+            mixed_graphs=self.mixed_graphs,
             adapter_pool_bytes=pool_bytes(model, self.pages(kind), 2 if is_cuda else 4),
             adapter_host_bytes=HOST_BYTES,
         )

@@ -12,7 +12,7 @@ from tests.engine_agreement import Reply, make_engine, run_all
 from tests.engine_helpers import (
     make_adapter,
     make_base,
-    make_pieces,
+    make_mixed_graphs,
     make_runner,
     random_prompt,
 )
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def replies(
-    base: Path, adapter: Path, backend: str, host: int, *, has_pieces: bool = False
+    base: Path, adapter: Path, backend: str, host: int, *, has_graphs: bool = False
 ) -> dict[str, Reply]:
     """Returns the replies to prompts in chunks beside decodes, then to the same from the cache:
     the device has room for one of them at a time. A part of a block that a step reads before it
@@ -36,8 +36,8 @@ def replies(
     )
     runner.load_adapter("x", adapter)
     copier = layered_copies(runner) if host else None
-    if has_pieces:
-        make_pieces(runner, 8)
+    if has_graphs:
+        make_mixed_graphs(runner, 8)
     engine = make_engine(runner, max_num_batched_tokens=32, max_num_seqs=2)
     if host:
         always_copies(engine)
@@ -52,12 +52,12 @@ def replies(
     return found
 
 
-@pytest.mark.parametrize("has_pieces", [False, True])
-def test_steps_on_blocks_that_came_back_from_the_host(tmp_path: Path, has_pieces: bool) -> None:
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_steps_on_blocks_that_came_back_from_the_host(tmp_path: Path, has_graphs: bool) -> None:
     base = make_base(tmp_path / "base", num_hidden_layers=2)
     adapter = make_adapter(tmp_path / "x", base, 4, ("q_proj", "k_proj", "v_proj"))
     expected = replies(base, adapter, "reference", 0)
-    found = replies(base, adapter, "triton", 1 << 20, has_pieces=has_pieces)
+    found = replies(base, adapter, "triton", 1 << 20, has_graphs=has_graphs)
     for name, reply in expected.items():
         assert reply.error is None
         assert found[name].tokens == reply.tokens

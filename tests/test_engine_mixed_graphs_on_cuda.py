@@ -1,8 +1,7 @@
-"""Steps with prompts as graphs between attention, compared with the same steps launched kernel by
-kernel.
+"""Steps with prompts as graphs, compared with the same steps launched kernel by kernel.
 
 Greedy tokens are the same: in fp32 all of them, in bfloat16 up to the first near tie, because a
-step is padded to its pieces' size and the libraries may choose another matrix product for it. In
+step is padded to its graph's size and the libraries may choose another matrix product for it. In
 bfloat16 attention is Hopper's, in fp32 the kernel for any device.
 """
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from engine.device_step import DeviceSteps
-from engine.piecewise_graphs import SIZES, PiecewiseGraphs
+from engine.mixed_graphs import SIZES, MixedGraphs
 from engine.runner import ModelRunner
 from engine.types import Request, ScheduledBatch
 from tests.engine_agreement import (
@@ -53,33 +52,33 @@ def runner(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return open_runner(base, make_adapters(base), DEVICE, dtype, MAX_SEQS)
 
 
-def pieces_of(runner: ModelRunner) -> PiecewiseGraphs:
+def graphs_of(runner: ModelRunner) -> MixedGraphs:
     assert isinstance(runner._steps, DeviceSteps)
-    return runner._steps._pieces
+    return runner._steps._mixed_graphs
 
 
 @contextmanager
-def without_pieces(runner: ModelRunner) -> Iterator[None]:
-    pieces = pieces_of(runner)
-    kept, pieces._pieces = pieces._pieces, {}
+def without_graphs(runner: ModelRunner) -> Iterator[None]:
+    graphs = graphs_of(runner)
+    kept, graphs._parts = graphs._parts, {}
     try:
         yield
     finally:
-        pieces._pieces = kept
+        graphs._parts = kept
 
 
 @contextmanager
 def counted(runner: ModelRunner) -> Iterator[Counter[int]]:
     """Counts how often each size is replayed."""
-    pieces, found = pieces_of(runner), Counter[int]()
-    forward = pieces.forward
+    graphs, found = graphs_of(runner), Counter[int]()
+    forward = graphs.forward
 
-    def counting(inputs, num_tokens, size):  # type: ignore[no-untyped-def]
+    def counting(inputs, size):  # type: ignore[no-untyped-def]
         found[size] += 1
-        return forward(inputs, num_tokens, size)
+        return forward(inputs, size)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "forward", counting)
+        patched.setattr(graphs, "forward", counting)
         yield found
 
 
@@ -96,7 +95,7 @@ def both_ways(
     """Asserts that both ways give the same outputs."""
     with counted(runner) as sizes:
         found = run_all(make_engine(runner, enable_prefix_caching=False, **changes), requests)  # type: ignore[arg-type]
-    with without_pieces(runner), counted(runner) as none:
+    with without_graphs(runner), counted(runner) as none:
         expected = run_all(make_engine(runner, enable_prefix_caching=False, **changes), requests)  # type: ignore[arg-type]
     assert not none
     for request_id, reply in found.items():
@@ -139,7 +138,7 @@ def test_a_step_of_exactly_a_size_has_the_same_logits(runner: ModelRunner, size:
     with counted(runner) as sizes:
         replayed = runner.execute(batch)
     assert sizes == Counter({size: 1})
-    with without_pieces(runner):
+    with without_graphs(runner):
         (eager,), (graph,) = runner.execute(batch), replayed
     assert graph.token_id == eager.token_id
     assert graph.logprobs is not None

@@ -1,5 +1,5 @@
-"""The pieces of a step between attention, padded to their size, kernels interpreted and without
-graphs: a graph's work is called again instead of replayed.
+"""Graphs of steps with prompts, padded to their size, with interpreted kernels and without CUDA: a
+graph's work is called again instead of replayed.
 """
 
 from __future__ import annotations
@@ -7,14 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.device_step import DeviceSteps
 from engine.inputs import ForwardInputs
-from engine.piecewise_graphs import PiecewiseGraphs
+from engine.mixed_graphs import MixedGraphs
 from engine.runner import ModelRunner
+from kernels.paged_plan import HEADER, PagedPlan
 from tests.engine_helpers import (
     Job,
     make_adapter,
     make_base,
-    make_pieces,
+    make_mixed_graphs,
     make_runner,
     make_sequence,
     part,
@@ -31,7 +33,7 @@ ADAPTERS = {
 }
 # Adapter, prompt, first step, chunk. One chunk has enough rows for large tiles.
 JOBS = ((None, 5, 0, 5), ("all", 67, 1, 66), ("wide", 20, 2, 11), ("head", 4, 4, 4))
-STEPS = [(5, 12), (67, 72), (12, 12), (10, 12), (5, 12), (1, 12)]  # tokens, size
+SIZES = [12, 72, 12, 12, 12, 12]  # of steps of 5, 67, 12, 10, 5 tokens, and of one
 
 # numpy's, of what a capture computes: no step has filled its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -54,13 +56,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def whole_steps(runner: ModelRunner) -> list[list[int]]:
-    """Returns the outputs of whole steps, before there are pieces."""
+    """Returns the outputs of whole steps, before there are graphs."""
     return mixed_outputs(runner)
 
 
 @pytest.fixture(scope="module")
-def pieces(runner: ModelRunner, whole_steps: object) -> PiecewiseGraphs:
-    return make_pieces(runner, 12, 72)
+def graphs(runner: ModelRunner, whole_steps: object) -> MixedGraphs:
+    return make_mixed_graphs(runner, 12, 72)
 
 
 def mixed_outputs(runner: ModelRunner) -> list[list[int]]:
@@ -72,25 +74,35 @@ def mixed_outputs(runner: ModelRunner) -> list[list[int]]:
     return run_mixed(runner, jobs, num_tokens=2)
 
 
-def test_padded_pieces_give_what_whole_steps_give(
+def test_padded_graphs_give_what_whole_steps_give(
     runner: ModelRunner,
     whole_steps: list[list[int]],
-    pieces: PiecewiseGraphs,
+    graphs: MixedGraphs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken: list[tuple[int, int]] = []
-    forward = pieces.forward
+    taken: list[int] = []
+    forward = graphs.forward
 
-    def noted(inputs: ForwardInputs, num_tokens: int, size: int) -> torch.Tensor:
-        taken.append((num_tokens, size))
-        return forward(inputs, num_tokens, size)
+    def noted(inputs: ForwardInputs, size: int) -> torch.Tensor:
+        taken.append(size)
+        return forward(inputs, size)
 
-    monkeypatch.setattr(pieces, "forward", noted)
+    monkeypatch.setattr(graphs, "forward", noted)
     assert mixed_outputs(runner) == whole_steps
-    assert taken == STEPS
+    assert taken == SIZES
 
 
-@pytest.mark.usefixtures("pieces")
+def test_a_graph_of_no_step_has_no_work_of_an_earlier_one(runner: ModelRunner) -> None:
+    """The memory of the largest graph is measured after a step of more tokens."""
+    assert isinstance(runner._steps, DeviceSteps)
+    sequence = make_sequence(random_prompt(40, seed=1), 3)
+    step(runner, part(sequence))
+    (plan,) = runner._steps._mixed.for_mixed_graph(12, has_lora=False).attention
+    assert isinstance(plan, PagedPlan)
+    assert plan.work[:HEADER].tolist() == [0] * HEADER
+
+
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("adapter", [None, "all"])
 def test_padding_writes_no_keys(runner: ModelRunner, adapter: str | None) -> None:
     caches = (*runner._kv.k, *runner._kv.v)

@@ -1,0 +1,162 @@
+"""CUDA graphs of steps of up to some thousand tokens that mix prompts and decodes.
+
+Launched kernel by kernel, such a step costs the host more than the device: a prompt of 256 tokens
+needs 7 ms on the device, 10 ms on the host, 15 ms with adapters. A graph is captured for a number
+of tokens, whatever their sequences: attention's programs draw as many units of work as the step
+has, as in the graphs of decodes. The logits and the draw stay outside, because their rows do not
+follow from the tokens.
+
+Where a load of KV blocks arrives in parts (`engine.block_copies`), the graph of a step is cut
+before the first attention that reads each part, and computes the layers before it meanwhile.
+Graphs run in one order only, so all of them share one memory pool, and the normed rows of all sizes
+are in the same tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from engine.block_copies import first_layers
+from engine.decode_graphs import GraphKey, GraphMemory, capture_graph
+from engine.inputs import ForwardInputs, LoraReach
+from engine.kv_cache import KVCache
+from engine.model import Model
+from lora.pool import AdapterPool
+
+# Tokens, above 512 in tiles of large matrix products. Beyond, the device is slower than the host.
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# Larger steps are padded by a sixteenth at most: steps with decodes have these sizes, and the
+# device takes as long as the host for a prompt alone, which padding would hold up.
+_LARGEST_PADDED = 1024
+_GRAPH_BYTES = 4 * 1024**2  # the driver's memory of a graph of some 400 kernels
+
+Part = Callable[[], None]
+
+
+def mixed_sizes(max_tokens: int) -> tuple[int, ...]:
+    return tuple(sorted({min(size, max_tokens) for size in SIZES}))
+
+
+def record(part: Part, memory: GraphMemory) -> Part:
+    """Captures a part and returns the function that replays it."""
+    return capture_graph(part, memory)[0].replay
+
+
+class MixedGraphs:
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        model: Model,
+        kv: KVCache,
+        pool: AdapterPool,
+        # Static, for a number of tokens and with or without LoRA.
+        inputs_of: Callable[[int, bool], ForwardInputs],
+        few_layers: Sequence[int],  # as `Model.layers_of_each_kind`
+    ) -> None:
+        self._sizes = sizes
+        self._model = model
+        self._kv = kv
+        self._pool = pool
+        self._inputs_of = inputs_of
+        self._few_layers = few_layers
+        self._normed: torch.Tensor | None = None  # [T, H], for the largest size
+        # The parts of each size, with the first layer whose attention is in it.
+        self._parts: dict[GraphKey, tuple[tuple[int, Part], ...]] = {}
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """Returns the size of the graph for so many tokens, None if there is none."""
+        index = bisect.bisect_left(self._sizes, num_tokens)
+        if index == len(self._sizes) or not self._parts:
+            return None
+        size = self._sizes[index]
+        is_near = size <= _LARGEST_PADDED or 16 * num_tokens >= 15 * size
+        return size if is_near else None
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """The keys, largest first: smaller graphs then fit into the memory of the first."""
+        has_lora = self._pool.num_blocks > 0
+        reaches = (LoraReach.ALL, LoraReach.NONE) if has_lora else (LoraReach.NONE,)
+        return [GraphKey(size, reach) for size in reversed(self._sizes) for reach in reaches]
+
+    def overhead(self) -> int:
+        """Returns an estimate of the graphs' bytes beyond their steps' tensors."""
+        return _GRAPH_BYTES * len(self.keys)
+
+    def capture(self, key: GraphKey, memory: GraphMemory) -> None:
+        if self._normed is None:
+            self._normed = self._new_normed()
+        normed = self._normed
+        self.run(key, few=True)  # sets up libraries
+        self._parts[key] = tuple(
+            (first, record(part, memory)) for first, part in self._cut(key, normed, None)
+        )
+
+    def run(self, key: GraphKey, *, few: bool = False) -> None:
+        """Runs a step without a graph. `few`: some of its layers, which together launch every
+        kernel and product."""
+        normed = self._new_normed() if self._normed is None else self._normed
+        for _, part in self._cut(key, normed, self._few_layers if few else None):
+            part()
+
+    def forward(self, inputs: ForwardInputs, size: int) -> torch.Tensor:
+        """Computes `Model.forward` for the static inputs of `size`."""
+        assert self._normed is not None
+        assert inputs.logit_rows is not None
+        reach = LoraReach.NONE if inputs.lora is None else LoraReach.ALL
+        for first, replay in self._parts[GraphKey(size, reach)]:
+            self._kv.arrivals.wait(first)
+            replay()
+        return self._normed.index_select(0, inputs.logit_rows)
+
+    def _cut(
+        self, key: GraphKey, normed: torch.Tensor, few: Sequence[int] | None
+    ) -> list[tuple[int, Part]]:
+        """Returns the parts of a step, to be called in their order, and the first layer whose
+        attention is in each. `few`: these layers alone, in one part."""
+        layers = tuple(range(self._model.config.num_layers) if few is None else few)
+        firsts = first_layers(self._kv) if few is None else ()
+        starts = [layers.index(first) for first in firsts] or [0]
+        inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
+        # Queries and residual, from a part to the next, which drops them: until then their memory
+        # is not reused.
+        flow: list[tuple[torch.Tensor, torch.Tensor]] = []
+        ends = [*starts[1:], len(layers)]
+        return [
+            (layers[start], partial(self._run, layers, start, end, inputs, normed, flow))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _run(
+        self,
+        layers: tuple[int, ...],
+        start: int,
+        end: int,
+        inputs: ForwardInputs,
+        normed: torch.Tensor,
+        flow: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Computes from the attention of a layer up to that of another."""
+        model, kv, pool = self._model, self._kv, self._pool
+        if start:
+            q, residual = flow.pop()
+        else:
+            embedded = model.embed(inputs, pool)
+            q, residual = model.before_attention(layers[0], None, embedded, inputs, kv, pool)
+        for at in range(start, end):
+            attended = model.attend(layers[at], q, inputs, kv)
+            added, residual = model.after_attention(layers[at], attended, residual, inputs, pool)
+            if at + 1 == len(layers):
+                rows = model.finish(added, residual, inputs)
+                normed[: len(rows)].copy_(rows)
+                return
+            q, residual = model.before_attention(layers[at + 1], added, residual, inputs, kv, pool)
+        flow.append((q, residual))
+
+    def _new_normed(self) -> torch.Tensor:
+        table = self._model.weights.embedding
+        return table.new_zeros((self._sizes[-1], table.shape[1]))

@@ -35,7 +35,7 @@ from engine.prompt_logprobs import completed, find_prompt_logprobs, run_prompt_l
 from engine.sampler import change_logits_, changes_logits, draws_late, upload
 from engine.step_buffers import Words
 from engine.step_draws import Drawn, Logprobs, drawn_rows
-from engine.step_inputs import StepInputs, StepLimits, is_decode
+from engine.step_inputs import StepInputs, StepLimits, decode_limits, is_decode
 from engine.step_layout import StepLayout
 from engine.types import Sample, ScheduledBatch
 from engine.types import Sequence as Choice
@@ -143,7 +143,7 @@ class DeviceSteps:
         has_windows = any(model.config.sliding_windows)
         most = 1 if has_windows else max_item_queries(kv.k[0], limits.heads.num_heads, pool.dtype)
         most = min(most, limits.max_queries)
-        rows = replace(limits, max_tokens=num_draws, max_seqs=num_draws, max_queries=most)
+        rows = replace(decode_limits(limits), max_queries=most)
         scratch = attention_scratch(rows.max_seqs, limits.heads, device)
         self._decode = StepInputs(rows, pool, scratch, self._drawn, is_decode=True)
         self._mixed = StepInputs(limits, pool, scratch, self._drawn, is_decode=False)

@@ -76,10 +76,16 @@ def is_decode(batch: ScheduledBatch) -> bool:
     return batch.num_decoding == len(batch.sequences)
 
 
+def decode_limits(limits: StepLimits) -> StepLimits:
+    """Returns the sizes for graphs of decodes, where each draw may be a sequence of attention."""
+    return replace(limits, max_tokens=limits.max_draws, max_seqs=limits.max_draws)
+
+
 def max_words(limits: StepLimits) -> int:
     """Returns the 32-bit words that a step takes at most, whatever the size of the pool."""
-    pages = limits.max_seqs * limits.max_rank_pages
-    return _sizes(limits, pages, is_decode=False).num_words
+    kinds = (limits, False), (decode_limits(limits), True)
+    sizes = [_sizes(one, one.max_seqs * one.max_rank_pages, is_decode=d) for one, d in kinds]
+    return max(one.num_words for one in sizes)
 
 
 def _sizes(limits: StepLimits, max_pages: int, *, is_decode: bool) -> BufferSizes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ from engine.inputs import StepArrays, step_arrays
 from engine.largest_step import step_limits
 from engine.model_config import parse_model_config
 from engine.parallel.channel import Link, Shared, StepSegment, slot_size
-from engine.types import SamplingParams, ScheduledBatch
+from engine.step_inputs import StepInputs, decode_limits
+from engine.types import SamplingParams, ScheduledBatch, ScheduledSequence
+from kernels.paged_plan import attention_scratch
+from lora.pool import AdapterPool
 from tests.engine_helpers import BLOCK_SIZE, GREEDY, VOCAB, make_sequence, part, random_prompt
 
 _MAX_SEQS = 6
@@ -83,6 +86,28 @@ def test_a_step_is_read_as_it_was_written_whatever_was_there_before(
 def test_a_step_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit 64 integers"):
         StepSegment(64).write(0, _step([(40, None, 40, GREEDY)]))
+
+
+def test_a_slot_has_room_for_a_block_table_of_each_draft_token() -> None:
+    """One sequence, of which the graph of decodes has eight: as many as its attention takes where
+    it has a window."""
+    config = replace(_CONFIG, max_num_seqs=1, max_num_batched_tokens=8, speculation="suffix")
+    length = 8192 * BLOCK_SIZE
+    limits = step_limits(config, parse_model_config(_MODEL, {}), length, 1)
+    assert limits.max_draws == 8
+    cpu = torch.device("cpu")
+    pool = AdapterPool((), 0, torch.float32, cpu, host_bytes=0)
+    scratch, drawn = attention_scratch(8, limits.heads, cpu), torch.zeros(8, dtype=torch.int32)
+    rows = replace(decode_limits(limits), max_queries=1)
+    inputs = StepInputs(rows, pool, scratch, drawn, is_decode=True)
+    prompt = [1] * (length - 7)
+    sequence = make_sequence(prompt, num_blocks=8192)
+    whole = ScheduledSequence(sequence, len(prompt) - 1, length, True, (1,) * 7)
+    layout = inputs.write_for_graph(ScheduledBatch((whole,)), {}, 8)
+    assert layout.num_sequences == 8
+    words, segment = inputs.words(layout), StepSegment(slot_size(limits))
+    segment.write_words(0, words)
+    assert np.array_equal(segment.words(0, len(words)), words)
 
 
 def test_memory_holds_no_file_after_the_file_was_closed() -> None:

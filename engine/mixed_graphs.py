@@ -32,7 +32,7 @@ SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
 # Larger steps are padded by a sixteenth at most: steps with decodes have these sizes, and the
 # device takes as long as the host for a prompt alone, which padding would hold up.
 _LARGEST_PADDED = 1024
-_GRAPH_BYTES = 8 * 1024**2  # the driver's memory of a graph of some 800 kernels: with adapters
+_LAYER_BYTES = 256 * 1024  # the driver's memory of a layer in a graph: some 25 kernels
 
 Part = Callable[[], None]
 
@@ -85,7 +85,7 @@ class MixedGraphs:
 
     def overhead(self) -> int:
         """Returns an estimate of the graphs' bytes beyond their steps' tensors."""
-        return _GRAPH_BYTES * len(self.keys)
+        return _LAYER_BYTES * self._model.config.num_layers * len(self.keys)
 
     def capture(self, key: GraphKey, memory: GraphMemory) -> None:
         if self._normed is None:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.triton_launch import launch
 
-_BLOCK = 1024  # words of a program: two loads of 16 bytes for each thread of four warps
+_BLOCK = 1024  # words of a program, eight for each thread of four warps
 
 
 def copy_words(device: torch.Tensor, host: torch.Tensor, *, to_host: bool) -> None:
@@ -27,5 +27,5 @@ def _copy_words_kernel(device_ptr, host_ptr, count, TO_HOST: tl.constexpr, BLOCK
     exists = at < count
     if TO_HOST:
         tl.store(host_ptr + at, tl.load(device_ptr + at, exists), exists)
-    else:  # not from a cache: the host has written the words since the last copy
-        tl.store(device_ptr + at, tl.load(host_ptr + at, exists, cache_modifier=".cv"), exists)
+    else:  # the host has written them before the launch, so no cache holds older ones
+        tl.store(device_ptr + at, tl.load(host_ptr + at, exists), exists)

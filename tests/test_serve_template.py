@@ -152,12 +152,46 @@ def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
         "{{ range(99999) | map('string') | join('abcdefgh' | string) }}",
         "{{ dict(*range(99999)) }}",
         "{% for i in range(9) | batch(999999999, 'x') %}{% endfor %}",
+        "{{ 1.5 | round(300000000, 'floor') }}",
+        "{{ 1 | round(-300000000) }}",
+        "{{ [1] | map('round', precision=300000000, method='floor') | list }}",
+        *(
+            "{% set ns = namespace(x='a') %}{% set ns.a = ns %}"
+            "{% for i in range(9000) %}" + step + "{% endfor %}"
+            for step in (
+                "{% set _ = [ns] | map(attribute='" + "a." * 9000 + "a') | list %}",
+                "{% set _ = ['a'] | join(attribute='" + "0." * 9000 + "0') %}",
+                ("{% set x = ns" + ".a" * 60 + " %}") * 40,
+                "{% if i %}" + "{% set x = [i, i, i, i, i, i] %}" * 400 + "{% endif %}",
+            )
+        ),
+        "{% macro f() %}" + "{% set x = [1, 2, 3, 4, 5, 6] %}" * 400 + "{% endmacro %}"
+        "{% for i in range(9000) %}{{ f() }}{% endfor %}",
     ],
 )
 def test_a_template_cannot_hold_the_event_loop_or_fill_its_memory(source: str) -> None:
     template = ChatTemplate(source, {})  # the compiler runs no part of it
     with pytest.raises(TemplateBudgetError, match="chat template"):
         template.render(CHATS["one"])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "{{ {ns.x: 1} }}",
+        "{{ {1: 2}[ns.x] }}",
+        "{{ ns.x is filter }}",
+        "{{ ns.x is test }}",
+        "{{ [1] | map(ns.x) | list }}",
+        "{{ [1] | selectattr('real', ns.x) | list }}",
+    ],
+)
+def test_a_deep_tuple_is_not_hashed_which_would_overflow_the_stack(end: str) -> None:
+    step = "{% set ns.x = " + "(" * 30 + "ns.x" + ",)" * 30 + " %}"
+    loop = "{% set ns = namespace(x=1) %}{% for i in range(12000) %}" + step + "{% endfor %}"
+    chat = [{"role": "user", "content": "x" * 100_000}]  # pays for the loop
+    with pytest.raises(InvalidRequestError, match=r"chat template.*recursion"):
+        ChatTemplate(loop + end, {}).render(chat)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

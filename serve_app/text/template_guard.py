@@ -1,9 +1,10 @@
 """A jinja sandbox that counts the work of a rendering, for templates that run on the event loop.
 
-Every iteration, call, filter, operator and output is charged before it happens; a rendering that
-exceeds its budget, or uses an operation whose cost cannot be bounded beforehand (`%`, `**`,
-`center`, `indent`, ...), raises TemplateBudgetError. Such a template is valid: a worker process
-under limits of the kernel may render it (see `text_workers`). Each thread has its own budget.
+Every iteration, call, filter, operator and output is charged before it happens, and every run of a
+loop's or a macro's body by its length; a rendering that exceeds its budget, or uses an operation
+whose cost cannot be bounded beforehand (`%`, `**`, `center`, `indent`, ...), raises
+TemplateBudgetError. Such a template is valid: a worker process under limits of the kernel may
+render it (see `text_workers`). Each thread has its own budget.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ WORK_PER_CHARACTER = 64  # per character of the messages, which templates proces
 MAX_SOURCE_CHARS = 64 * 1024  # a longer template is never rendered here
 
 _ELEMENT_COST = 32  # per element of a list that is read
+_NODE_COST = 5  # per name, literal or statement of a body, 100 ns
+_SLOW_NODE_COST = 40  # per attribute or comparison, which look at types
 _MAX_BITS = 64
+_MAX_DIGITS = 64  # that `round` keeps: it computes a power of ten
 
 
 def _words(text: str) -> frozenset[str]:
@@ -42,8 +46,8 @@ _SHALLOW_FILTERS = _words(
 )
 _DEEP_FILTERS = _words("capitalize e escape join lower replace safe string title tojson trim upper")
 _CHEAP_TESTS = _words(
-    "boolean callable defined divisibleby even false filter float integer iterable mapping none "
-    "number odd sameas sequence string test true undefined"
+    "boolean callable defined divisibleby even false float integer iterable mapping none number "
+    "odd sameas sequence string true undefined"
 )
 _CHEAP_METHODS: dict[type, frozenset[str]] = {
     str: _words(
@@ -130,7 +134,7 @@ class GuardedSandbox(ImmutableSandboxedEnvironment):
     def guard_filters(self) -> None:
         self.filters = {
             name: _guarded_filter(name, function) for name, function in self.filters.items()
-        } | {"_turns": _turns, "_touch": _touch, "_emit": _emit, "_concat": _concat}
+        } | {one.__name__: one for one in (_turns, _body, _touch, _emit, _concat)}
         self.tests = {
             name: function if name in _CHEAP_TESTS else _deep(name, function)  # type: ignore[arg-type]
             for name, function in self.tests.items()
@@ -190,7 +194,7 @@ def _max_replaced(size: int, args: tuple[object, ...]) -> int:
 
 def _guarded_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     if name in _SHALLOW_FILTERS:
-        return _shallow(function)
+        return _shallow(name, function)
     return (_deep if name in _DEEP_FILTERS else _refusing)(name, function)
 
 
@@ -199,18 +203,34 @@ def _first_argument(function: Callable[..., object]) -> int:
     return 1 if hasattr(function, "jinja_pass_arg") else 0
 
 
-def _shallow(function: Callable[..., object]) -> Callable[..., object]:
+def _shallow(name: str, function: Callable[..., object]) -> Callable[..., object]:
     first = _first_argument(function)
 
     @wraps(function)
     def guarded(*args: object, **kwargs: object) -> object:
         value = args[first] if len(args) > first else None
-        BUDGET.charge(STEP_COST + (8 * len(value) if isinstance(value, Sized) else 0))
         if isinstance(value, Iterator):
-            args = (*args[:first], list(_ChargedIterable(value)), *args[first + 1 :])
+            value = list(_ChargedIterable(value))
+            args = (*args[:first], value, *args[first + 1 :])
+        BUDGET.charge(STEP_COST + (8 * len(value) if isinstance(value, Sized) else 0))
+        options = (*args[first + 1 :], *kwargs.values())
+        BUDGET.charge(sum(map(size_of, options)) + _paths_cost(value, options))
+        if name == "round" and not all(map(_is_small, (value, *options))):
+            refuse("it rounds too large a number, or to too many digits")
         return function(*args, **kwargs)
 
     return guarded
+
+
+def _paths_cost(value: object, options: Iterable[object]) -> int:
+    """Returns the cost of reading paths of attributes, such as `function.name`, of all values."""
+    num_steps = sum(option.count(".") for option in options if isinstance(option, str))
+    return STEP_COST * num_steps * (len(value) if isinstance(value, Sized) else 1)
+
+
+def _is_small(value: object) -> bool:
+    """Returns False for an integer that is no number of digits and needs more than 64 bits."""
+    return not isinstance(value, int) or abs(value) <= _MAX_DIGITS
 
 
 def _deep(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -224,6 +244,8 @@ def _deep(name: str, function: Callable[..., object]) -> Callable[..., object]:
         sizes = [size_of(value) for value in values[first:]]
         named = sum(map(size_of, kwargs.values())) if kwargs else 0
         BUDGET.charge(STEP_COST + 2 * sum(sizes) + named)
+        options = (*values[first + 1 :], *kwargs.values())
+        BUDGET.charge(_paths_cost(values[first] if sizes else None, options))
         if name == "replace":
             BUDGET.charge(_max_replaced(sizes[0], tuple(values[first + 1 :])))
         elif name == "tojson":
@@ -252,6 +274,13 @@ def _turns(context: Context, values: Iterable[object]) -> _ChargedIterable:
 
 
 @pass_context
+def _body(context: Context, cost: int) -> str:
+    """Charges one run of a body, whose simple operations are not charged one by one."""
+    BUDGET.charge(cost)
+    return ""
+
+
+@pass_context
 def _touch(context: Context, value: object) -> object:
     """Charges an operand that may be read over its whole length."""
     BUDGET.charge(size_of(value))
@@ -274,12 +303,57 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
+def _hashable(key: nodes.Expr) -> nodes.Expr:
+    """Returns a key that is read before it is hashed: Python hashes nested tuples without a limit
+    of their depth, until the stack overflows."""
+    return key if isinstance(key, nodes.Const) else _filtered(key, "_touch")
+
+
+def _charge_of(parts: Iterable[nodes.Node], line: int) -> nodes.ExprStmt:
+    """Returns a statement that charges one run of these parts of a body."""
+    cost = nodes.Const(sum(map(_cost_of, parts)), lineno=line)
+    return nodes.ExprStmt(_filtered(cost, "_body"), lineno=line)
+
+
+def _cost_of(node: nodes.Node) -> int:
+    """Returns the largest cost of one run of a node: of one branch of each `if`, and without the
+    bodies in it that are charged by themselves."""
+    if isinstance(node, nodes.If):
+        branches = (node.body, *(one.body for one in node.elif_), node.else_)
+        tests = (node.test, *(one.test for one in node.elif_))
+        longest = max(sum(map(_cost_of, branch)) for branch in branches)
+        return _NODE_COST + sum(map(_cost_of, tests)) + longest
+    if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+        return _NODE_COST
+    is_slow = isinstance(node, nodes.Getattr | nodes.Compare)
+    own = _SLOW_NODE_COST if is_slow else _NODE_COST
+    return own + sum(map(_cost_of, node.iter_child_nodes()))
+
+
 class _Charging(NodeTransformer):
-    """Wraps the operations of a template that are not calls in the filters above."""
+    """Wraps the operations of a template that are not calls in the filters above, and charges the
+    bodies that run more than once."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        tests = () if node.test is None else (node.test,)
+        charge = _charge_of((*node.body, *tests), node.lineno)
         self.generic_visit(node)
         node.iter = _filtered(node.iter, "_turns")
+        node.body.insert(0, charge)
+        return node
+
+    def _with_body(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        charge = _charge_of((*node.body, *node.defaults), node.lineno)
+        self.generic_visit(node)
+        node.body.insert(0, charge)
+        return node
+
+    visit_Macro = visit_CallBlock = _with_body
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        for pair in node.items:
+            pair.key = _hashable(pair.key)
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
@@ -314,4 +388,6 @@ class _Charging(NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             node.node = _filtered(node.node, "_touch")
+        else:
+            node.arg = _hashable(node.arg)
         return node

@@ -107,6 +107,8 @@ def test_model_without_a_template_says_so(tmp_path: Path) -> None:
         "{{ undefined.attribute }}",
         "{{ messages[7].content }}",
         "{{ 1 + 'a' }}",
+        "{{ 1e999 }}",  # compiled to the name inf
+        "{{ '\\ud800' }}",  # no tokenizer takes it
     ],
 )
 def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
@@ -203,9 +205,28 @@ def test_the_usual_templates_stay_within_the_budget_of_the_event_loop(name: str)
     assert ChatTemplate(TEMPLATES[name], tokens).render(chat) == expected
 
 
-def test_template_that_does_not_parse_is_refused_at_load() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for x in %}",
+        "{% break %}",
+        "{% for x in messages %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+        "{{ " + "1" * 5000 + " }}",
+        "{% macro f(a, a) %}{% endmacro %}",
+    ],
+)
+def test_template_that_does_not_compile_is_refused_at_load(source: str) -> None:
     with pytest.raises(UnsupportedModelError, match="chat template"):
-        ChatTemplate("{% for x in %}", {})
+        ChatTemplate(source, {})
+
+
+def test_a_reason_that_a_template_gives_is_cut_and_can_be_sent() -> None:
+    template = ChatTemplate("{{ raise_exception('\\ud800' ~ messages[0].content) }}", {})
+    with pytest.raises(InvalidRequestError) as caught:
+        template.render([{"role": "user", "content": "x" * 10_000}])
+    assert "\\ud800xxx" in caught.value.message
+    assert len(caught.value.message.encode()) < 1000
 
 
 def test_messages_of_the_caller_are_left_alone() -> None:

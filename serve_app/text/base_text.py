@@ -121,7 +121,7 @@ class BaseText:
         source = template_source(own)
         template = self.template
         if source is not None:
-            template = _untrusted_template(source, special, is_guarded=is_guarded)
+            template = ChatTemplate(source, special, is_guarded=is_guarded)
         elif self.source is not None and special != self.special_tokens:
             template = ChatTemplate(self.source, special, is_guarded=is_guarded)
         spec = response_spec(own)
@@ -243,17 +243,6 @@ def _response_template(
             raise
         logger.warning("tool calls and reasoning of this base stay text: %s", error)
         return None
-
-
-def _untrusted_template(
-    source: str, special_tokens: Mapping[str, str], *, is_guarded: bool
-) -> ChatTemplate:
-    """Compiles an adapter's template. Jinja compiles to Python, whose compiler has limits of its
-    own, of nesting for instance."""
-    try:
-        return ChatTemplate(source, special_tokens, is_guarded=is_guarded)
-    except (SyntaxError, MemoryError, OverflowError, ValueError) as error:
-        raise UnsupportedModelError(f"chat template: {error}") from error
 
 
 def _eos_token_ids(

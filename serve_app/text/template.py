@@ -41,9 +41,10 @@ FREE_OUTPUT_CHARS = 1 << 20
 MAX_PRODUCT = 1 << 20
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_TEMPLATE_FAILURES = (
-    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
-    *(AttributeError, RecursionError),
+_MAX_REASON_CHARS = 500
+# Jinja compiles to Python, whose compiler has limits of its own, of nesting for instance.
+_COMPILE_FAILURES = (
+    *(TemplateSyntaxError, SyntaxError, RecursionError, MemoryError, OverflowError, ValueError),
 )
 
 
@@ -71,7 +72,7 @@ class ChatTemplate:
             source = ""  # not even parsed; `render` refuses it
         try:
             self._template = _environment(is_guarded=is_guarded).from_string(source)
-        except (TemplateSyntaxError, RecursionError) as error:
+        except _COMPILE_FAILURES as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> str:
@@ -110,10 +111,15 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > max_chars:
                     refuse(f"it writes more than {max_chars} characters")
-        # A template is code: an exception that it raises for these messages is about them.
-        except _TEMPLATE_FAILURES as error:
-            raise _refusal(str(error)) from error
-        return "".join(parts)
+        except (InvalidRequestError, MemoryError):
+            raise
+        # A template is code: any exception that it raises for these messages is about them.
+        except Exception as error:
+            raise _refusal(str(error) or type(error).__name__) from error
+        text = "".join(parts)
+        if not text.isascii() and not _is_encodable(text):
+            raise _refusal("it writes half of a surrogate pair, which is no character")
+        return text
 
 
 class _Counter:
@@ -146,9 +152,22 @@ def _cut_at_tag(text: str, final: str) -> str:
 
 
 def _refusal(reason: str) -> InvalidRequestError:
+    """Returns the error for a reason that the template may have written: it has any length, and
+    characters that no response can hold."""
+    if len(reason) > _MAX_REASON_CHARS:
+        reason = f"{reason[:_MAX_REASON_CHARS]}..."
+    reason = reason.encode("utf-8", "backslashreplace").decode()
     return InvalidRequestError(
         f"The model's chat template refuses these messages: {reason}", "messages"
     )
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _GenerationBlocks(Extension):
@@ -189,7 +208,7 @@ class _TemplateDict:
 
     is_cheap = True
 
-    def __call__(self, *args: Mapping[str, T], **kwargs: T) -> dict[str, T]:
+    def __call__(self, /, *args: Mapping[str, T], **kwargs: T) -> dict[str, T]:
         return dict(*args, **kwargs)
 
 

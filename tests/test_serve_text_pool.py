@@ -199,6 +199,17 @@ async def test_a_chat_template_is_stopped_and_the_next_chat_is_answered(
     assert list(prompts[0].token_ids) == text.encode("hi".center(9), add_special_tokens=False)
 
 
+async def test_a_chat_template_that_crashes_a_worker_is_the_requests_error(
+    pool: TextPool, files: dict[str, bytes]
+) -> None:
+    deep = "{% set ns.x = " + "(" * 40 + "ns.x" + ",)" * 40 + " %}"
+    source = "{% set ns = namespace(x=1) %}{% for i in range(20000) %}" + deep + "{% endfor %}"
+    crashing = files | {"chat_template.jinja": f"{source}{{{{ {{ns.x: 1}} }}}}".encode()}
+    with pytest.raises(InvalidRequestError, match="crashes the process"):
+        await run(pool, read_prompts, ChatRequest, chat("hi"), crashing, "crashing")
+    assert await run(pool, read_prompts, ChatRequest, chat("hi"), files)
+
+
 async def test_a_worker_that_is_killed_while_idle_costs_no_request(
     pool: TextPool, files: dict[str, bytes]
 ) -> None:

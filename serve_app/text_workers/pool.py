@@ -270,7 +270,8 @@ class _WorkerProcess:
 
 def _error_of_exit(status: int, job: Job) -> Exception:
     """Returns the error of the request whose job ended its worker. Only exits by the worker's own
-    limits are the request's fault; SIGABRT is one, from an allocation that failed in a library."""
+    limits and crashes, which another worker would repeat, are the request's fault; SIGABRT is a
+    limit, from an allocation that failed in a library."""
     logger.warning("a text worker ended with status %d during a %s job", status, job.kind)
     if status == -RENDER_SIGNAL:
         return InvalidRequestError(
@@ -282,4 +283,6 @@ def _error_of_exit(status: int, job: Job) -> Exception:
         return InvalidRequestError(f"{job.subject} needs more than {JOB_CPU_S:g} s to be read.")
     if status == -signal.SIGABRT:
         return InvalidRequestError(out_of_memory(job))
+    if status == -signal.SIGSEGV:  # a template that overflows the stack, for instance
+        return InvalidRequestError(f"{job.subject} crashes the process that reads it.")
     return ServiceUnavailableError("The worker process for this request ended; send it again.", 1)

@@ -238,28 +238,27 @@ def _parse(text: bytes, name: str) -> dict[str, TensorEntry]:
         raise AdapterError(f"{name}: the __metadata__ of its header is not an object of texts")
     if len(header) > _MAX_TENSORS:
         raise AdapterError(f"{name} holds {len(header)} tensors, the limit is {_MAX_TENSORS}")
-    return {key: _entry(key, value) for key, value in in_turns(header.items())}
+    return {key: _entry(key, value, name) for key, value in in_turns(header.items())}
 
 
-def _entry(key: str, value: object) -> TensorEntry:
+def _entry(key: str, value: object, name: str) -> TensorEntry:
+    where = f"{name}: tensor {shown(key)}"
     fields = value if isinstance(value, dict) else {}
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in _TYPES:
         known = ", ".join(_TYPES)
-        raise AdapterError(
-            f"tensor {shown(key)} has type {shown_value(dtype)}, supported are {known}"
-        )
+        raise AdapterError(f"{where} has type {shown_value(dtype)}, supported are {known}")
     shape = _sizes(fields.get("shape"))
     if shape is None or len(shape) > _MAX_DIMENSIONS:
-        raise AdapterError(f"tensor {shown(key)} has no valid shape")
+        raise AdapterError(f"{where} has no valid shape")
     offsets = _sizes(fields.get("data_offsets"))
     if offsets is None or len(offsets) != 2:
-        raise AdapterError(f"tensor {shown(key)} has no valid data_offsets")
+        raise AdapterError(f"{where} has no valid data_offsets")
     begin, end = offsets
     needed = math.prod(shape) * _TYPES[dtype].itemsize
     if end - begin != needed:
         raise AdapterError(
-            f"tensor {shown(key)} of shape {list(shape)} and type {dtype} needs {needed} bytes, "
+            f"{where} of shape {list(shape)} and type {dtype} needs {needed} bytes, "
             f"its offsets give {end - begin}"
         )
     return TensorEntry(dtype, shape, begin, end)

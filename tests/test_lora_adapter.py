@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lora.adapter import Adapter, read_adapter
+from lora.adapter import WEIGHTS_FILE, Adapter, read_adapter
 from lora.errors import AdapterError
 from lora.header import read_header
 from lora.sites import Site, Slice
@@ -404,10 +404,13 @@ BAD_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "type of a hundred levels": (
         lambda _: header_file(b'{"x": {"dtype": ' + b"[" * 100 + b"]" * 100 + b"}}"),
-        "tensor x has type a list of 1",
+        f"{WEIGHTS_FILE}: tensor x has type a list of 1",
     ),
     "header a list": (lambda _: header_file(b"[]"), "not a JSON object"),
-    "entry a number": (lambda _: tensor_file({"x": 1}, 0), "tensor x has type None"),
+    "entry a number": (
+        lambda _: tensor_file({"x": 1}, 0),
+        f"{WEIGHTS_FILE}: tensor x has type None",
+    ),
     "one byte short": (lambda good: good[:-1], "is truncated"),
     "one byte long": (lambda good: good + b"\0", "1 bytes that belong to no tensor"),
     "overlap": (

@@ -4,6 +4,7 @@ RegistryError
 |- InvalidNameError          a name, alias or model string that can never exist
 |- NotFoundError             no such name, alias or version; or an adapter of another base
 |- RegistrationError         a folder or name is refused, with the reason; the registry is unchanged
+|  `- NameTakenError         because of the name, which is that of another entry
 |- ArtifactError             files of a version are missing or not allowed
 |  `- DigestMismatchError    the bytes differ from the registered digest
 |- QuarantinedError          the version was bad a short time ago; with the reason
@@ -27,6 +28,10 @@ class NotFoundError(RegistryError):
 
 
 class RegistrationError(RegistryError):
+    pass
+
+
+class NameTakenError(RegistrationError):
     pass
 
 

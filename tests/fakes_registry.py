@@ -18,7 +18,12 @@ from registry.cache import CacheStats
 from registry.catalog import Catalog, visible
 from registry.catalog_file import CatalogFile
 from registry.entities import AdapterVersion, BaseVersion, Setting
-from registry.errors import CacheFullError, RegistryError, RegistryUnavailableError
+from registry.errors import (
+    CacheFullError,
+    RegistrationError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -91,7 +96,9 @@ class FolderRegistry:
         raise RegistryError("a folder calls nobody")
 
     def register_adapter(self, folder: Path, name: str, base: str, alias: str) -> None:
-        """Accepts every folder; its content is its path's last part."""
+        """Accepts every folder but one called `refused`; its content is its path's last part."""
+        if folder.name == "refused":
+            raise RegistrationError(f"adapter {name!r} is refused: lora_A of x is missing")
         known = self._read()
         version = 1 + max((a.version for a in known.adapters if a.name == name), default=0)
         added = self.add_adapter(f"{name}-{folder.name}", known.resolve_base(base))

@@ -89,6 +89,10 @@ def words(response: httpx.Response) -> str:
     return str(response.json()["error"]["message"])
 
 
+def param(response: httpx.Response) -> object:
+    return response.json()["error"]["param"]
+
+
 def order(client: httpx.Client, name: str, what: str) -> httpx.Response:
     return client.post(f"/admin/adapters/{name}/{what}")
 
@@ -284,6 +288,7 @@ def test_a_script_written_for_vllm_loads_and_unloads(
     again = load(client, "scripted", folder)
     assert again.status_code == 400
     assert "has already been loaded" in words(again)
+    assert param(again) == "lora_name"
     second = make_folder(tmp_path, "second")
     assert load(client, "scripted", second, load_inplace=True).status_code == 200
     assert bool(lines(client)["scripted@2"]["is_default"])
@@ -296,6 +301,7 @@ def test_a_script_written_for_vllm_loads_and_unloads(
     missing = unload(client, "scripted")
     assert missing.status_code == 404
     assert words(missing) == "The lora adapter 'scripted' cannot be found."
+    assert param(missing) == "lora_name"
     assert load(client, "scripted", folder, base_model_name=RIG_BASE).status_code == 200
     assert ask(client, "scripted").status_code == 200
 
@@ -322,13 +328,22 @@ def test_what_cannot_be_loaded_is_told_as_vllm_tells_it(
     no_path = load(client, "nobody")
     assert no_path.status_code == 400
     assert words(no_path) == "Both 'lora_name' and 'lora_path' must be provided."
+    assert param(no_path) == "lora_path"
+    assert param(load(client, "", tmp_path)) == "lora_name"
+    assert param(unload(client, "")) == "lora_name"
+    assert param(load(client, "nobody", is_3d_lora_weight=True)) == "is_3d_lora_weight"
     missing = load(client, "nobody", tmp_path / "missing")
     assert missing.status_code == 404
     assert "No adapter found for" in words(missing)
     assert load(client, "nobody", "org/name").status_code == 404
     assert load(client, "nobody", "/" + "a" * 5000).status_code == 404
-    assert load(client, RIG_BASE, make_folder(tmp_path, "a")).status_code == 400
-    assert load(client, "no such name!", tmp_path / "a").status_code == 400
+    named_as_base = load(client, RIG_BASE, make_folder(tmp_path, "a"))
+    assert (named_as_base.status_code, param(named_as_base)) == (400, "lora_name")
+    no_name = load(client, "no such name!", tmp_path / "a")
+    assert (no_name.status_code, param(no_name)) == (400, "lora_name")
+    refused = load(client, "nobody", make_folder(tmp_path, "refused"))
+    assert (refused.status_code, param(refused)) == (400, "lora_path")
+    assert words(refused) == "adapter 'nobody' is refused: lora_A of x is missing"
     assert client.post("/v1/load_lora_adapter", content=b"{").status_code == 400
     assert unload(client, "").status_code == 400
 

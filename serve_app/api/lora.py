@@ -16,7 +16,14 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.errors import InvalidRequestError
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryError
+from registry.errors import (
+    InvalidNameError,
+    NameTakenError,
+    NotFoundError,
+    RegistrationError,
+    RegistryError,
+)
+from registry.names import check_name
 from serve_app.api.admin_adapters import (
     call_engines,
     change_adapter,
@@ -75,11 +82,17 @@ async def load_lora_adapter(request: Request) -> Response:
     gateway, body = state_of(request).gateway, await _parse(request, LoadBody)
     caller, name = caller_of(request), body.lora_name
     if body.is_3d_lora_weight:
-        raise InvalidRequestError("is_3d_lora_weight: only two-dimensional adapters are supported.")
+        raise InvalidRequestError(
+            "is_3d_lora_weight: only two-dimensional adapters are supported, got true.",
+            "is_3d_lora_weight",
+        )
     if name and not body.lora_path:
         check_model(gateway, caller, name)  # first: a key gets the same answer for all other names
     if not name or not (body.lora_path or _is_known(gateway, name)):
-        raise InvalidRequestError("Both 'lora_name' and 'lora_path' must be provided.")
+        raise InvalidRequestError(
+            "Both 'lora_name' and 'lora_path' must be provided.",
+            "lora_path" if name else "lora_name",
+        )
     undo = None
     if body.lora_path:
         base = _find_base(gateway, caller, body.base_model_name, name).base
@@ -103,7 +116,9 @@ async def unload_lora_adapter(request: Request) -> Response:
     gateway, body = state_of(request).gateway, await _parse(request, UnloadBody)
     name = body.lora_name
     if not name:
-        raise InvalidRequestError("'lora_name' needs to be provided to unload a LoRA adapter.")
+        raise InvalidRequestError(
+            "'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name"
+        )
     check_model(gateway, caller_of(request), name)
     if not _is_known(gateway, name):
         raise _unknown(name)
@@ -122,9 +137,16 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def _register(gateway: Gateway, change: AdapterChange) -> AdapterVersion:
     try:
+        check_name(change.name)
         adapter = await change_adapter(gateway, change)
     except NotFoundError as error:
         raise ApiError(404, str(error), param="lora_path", code="not_found") from None
+    except InvalidNameError as error:
+        message = f"lora_name: {error}"
+        raise ApiError(400, message, param="lora_name", code="invalid_model_name") from None
+    except RegistrationError as error:
+        param = "lora_name" if isinstance(error, NameTakenError) else "lora_path"
+        raise ApiError(400, str(error), param=param, code="registration_refused") from None
     assert adapter is not None  # the version that was loaded
     await wait_for_view(gateway, change.name, adapter)
     return adapter
@@ -165,7 +187,9 @@ def _find_base(
     if not bases:
         raise ServiceUnavailableError("The models are loading.", 2)
     if len(bases) > 1:
-        raise InvalidRequestError("base_model_name: is required, because several bases are served.")
+        raise InvalidRequestError(
+            "base_model_name: is required, because several bases are served.", "base_model_name"
+        )
     check_adapter(caller, bases[0].base.name, adapter)
     return bases[0]
 
@@ -182,4 +206,6 @@ async def _parse(request: Request, kind: type[Body]) -> Body:
 
 
 def _unknown(name: str) -> ApiError:
-    return ApiError(404, f"The lora adapter '{name}' cannot be found.", code="not_found")
+    return ApiError(
+        404, f"The lora adapter '{name}' cannot be found.", param="lora_name", code="not_found"
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import InvalidNameError, NotFoundError, RegistrationError
+from registry.errors import InvalidNameError, NameTakenError, NotFoundError
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
 from serve_app.platform_view import RegistryReader
@@ -58,16 +58,16 @@ class AdapterAdmin:
         name, folder = change.name, Path(change.folder)
         catalog = await asyncio.to_thread(self._read)
         if name in catalog.default_bases():
-            raise RegistrationError(f"{name!r} is a base model")
+            raise NameTakenError(f"{name!r} is a base model")
         is_loaded = catalog.setting(name, RUNTIME) == LOADED
         if any(adapter.name == name for adapter in catalog.adapters):
             if not change.may_replace:
-                raise RegistrationError(
+                raise NameTakenError(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the "
                     "adapter in place, set 'load_inplace' to True."
                 )
             if not is_loaded:
-                raise RegistrationError(
+                raise NameTakenError(
                     f"The lora adapter '{name}' was registered in the registry, not loaded from a "
                     "folder: register its next version there."
                 )

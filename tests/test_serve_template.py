@@ -164,6 +164,7 @@ def test_hostile_or_broken_template_only_fails_the_request(source: str) -> None:
                 "{% set _ = [ns] | map(attribute='" + "a." * 9000 + "a') | list %}",
                 "{% set _ = ['a'] | join(attribute='" + "0." * 9000 + "0') %}",
                 ("{% set x = ns" + ".a" * 60 + " %}") * 40,
+                "{% for j in [] %}{% else %}" + "{% set x = ns.a.a %}" * 400 + "{% endfor %}",
                 "{% if i %}" + "{% set x = [i, i, i, i, i, i] %}" * 400 + "{% endif %}",
             )
         ),

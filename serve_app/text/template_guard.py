@@ -323,8 +323,12 @@ def _cost_of(node: nodes.Node) -> int:
         tests = (node.test, *(one.test for one in node.elif_))
         longest = max(sum(map(_cost_of, branch)) for branch in branches)
         return _NODE_COST + sum(map(_cost_of, tests)) + longest
-    if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+    if isinstance(node, nodes.Macro):
         return _NODE_COST
+    if isinstance(node, nodes.CallBlock):
+        return _NODE_COST + _cost_of(node.call)
+    if isinstance(node, nodes.For):
+        return _NODE_COST + sum(map(_cost_of, (node.iter, *node.else_)))
     is_slow = isinstance(node, nodes.Getattr | nodes.Compare)
     own = _SLOW_NODE_COST if is_slow else _NODE_COST
     return own + sum(map(_cost_of, node.iter_child_nodes()))

@@ -356,6 +356,8 @@ def test_a_base_with_a_response_template_that_is_not_understood_answers_in_text(
     [
         ({"tokenizer_config.json": b'{"response_template": "x"}'}, "is not an object"),
         ({"tokenizer_config.json": b"[]"}, "not a JSON object"),
+        ({"tokenizer_config.json": b'{"x": ["\\ud800"]}'}, "half of a surrogate pair"),
+        ({"added_tokens.json": b'{"\\ud800": 428}'}, "half of a surrogate pair"),
         ({"tokenizer_config.json": b'{"eos_token": "<gone>"}'}, "eos_token is '<gone>'"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja"),
         ({"chat_template.json": b"{"}, "chat_template.json: "),
@@ -377,6 +379,18 @@ def test_files_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         own(base, files)
+
+
+def test_a_template_with_a_name_that_is_none_is_left_out(base: Path) -> None:
+    named = [{"name": [], "template": "a"}, {"name": "default", "template": "b"}]
+    files = {"tokenizer_config.json": json.dumps({"chat_template": named}).encode()}
+    assert own(base, files) == {"chat_template.jinja": b"b"}
+
+
+def test_a_base_with_a_special_token_that_is_no_text_is_refused(base: Path) -> None:
+    files = {"tokenizer_config.json": b'{"bos_token": "\\ud800"}'}
+    with pytest.raises(UnsupportedModelError, match="half of a surrogate pair"):
+        BaseText.from_files({**read_files(base), **files})
 
 
 def test_a_file_beyond_its_limit_is_refused_unread(folder: Path) -> None:

@@ -166,10 +166,17 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, object]:
+    """Returns the JSON object of a file; {} without the file. Raises UnsupportedModelError, also
+    for a text with half of a surrogate pair, which no tokenizer and no response takes."""
     if name not in files:
         return {}
     try:
         value = json.loads(files[name])
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UnsupportedModelError(
+            f"{name}: a text has half of a surrogate pair, which is no character"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     if not isinstance(value, dict):
@@ -212,8 +219,8 @@ def _template_in(files: Mapping[str, bytes], name: str) -> str | None:
     """Returns the template of a JSON file; of several templates, "default"."""
     source = read_object(files, name).get("chat_template")
     if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     return source if isinstance(source, str) else None
 
 

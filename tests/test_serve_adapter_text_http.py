@@ -24,6 +24,25 @@ TEMPLATES = {
     "split-1": "one:{{ messages[0].content }}",
     "split-2": "the second:{{ messages[0].content }}",
 }
+DEEP = "{% set ns.x = " + "(" * 40 + "ns.x" + ",)" * 40 + " %}"
+# By the message: only requests show what it does.
+HOSTILE = {
+    "digits": "{{ 1 | round(300000000, 'floor') }}",
+    "crash": "{% set ns = namespace(x=1) %}{% for i in range(20000) %}" + DEEP + "{% endfor %}"
+    "{{ {ns.x: 1} }}",
+    "memory": "{{ ('a' | center(1000000000)) | length }}",
+    "name": "{{ messages.missing.name }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "raises": "{{ raise_exception('\\ud800') }}",
+    "nothing": "",
+}
+TEMPLATES["hostile"] = (
+    "{% set name = messages[0].content %}"
+    + "".join(
+        f"{{% if name == '{name}' %}}{source}{{% endif %}}" for name, source in HOSTILE.items()
+    )
+    + "{% if name == 'hello' %}hello{% endif %}"
+)
 BAD = '{"model": {"type": "BPE", "vocab": {"zz": 0}, "merges": []}}'
 
 
@@ -58,6 +77,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
         add("unchecked", 1, "unknown", {}),
         add("tools", 1, "chat template, generation defaults", template("tools") | greedy(7)),
         add("thinks", 1, "unknown", template("thinks") | greedy(5)),
+        add("hostile", 1, "chat template", template("hostile")),
         add("split", 1, "chat template", template("split-1")),
         add("split", 2, "chat template", template("split-2"), "canary"),
         add("copied", 1, "", {}),
@@ -133,6 +153,18 @@ def test_each_adapter_has_its_own_template(client: httpx.Client) -> None:
     assert rendered(client, f"{BASE}:thinks") == "hello<think>"
     info = client.get("/tokenizer_info", params={"model": "tools"}).json()
     assert info["chat_template"] == TEMPLATES["tools"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_fails_its_request_alone(client: httpx.Client, name: str) -> None:
+    body = {"model": "hostile", "messages": [{"role": "user", "content": name}]}
+    with ThreadPoolExecutor() as threads:
+        failed = threads.submit(client.post, "/v1/chat/completions", json=body)
+        assert words(chat(client, "plain", max_tokens=3))[2] == 3
+        answer = failed.result()
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert words(chat(client, "hostile", max_tokens=3))[1] == len("hello")
 
 
 def test_two_adapters_in_one_batch_answer_as_each_alone(client: httpx.Client) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from jinja2.defaults import DEFAULT_FILTERS
 from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
@@ -220,6 +221,21 @@ def test_the_usual_templates_stay_within_the_budget_of_the_event_loop(name: str)
 def test_template_that_does_not_compile_is_refused_at_load(source: str) -> None:
     with pytest.raises(UnsupportedModelError, match="chat template"):
         ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_the_compiler_runs_no_filter(is_guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setitem(DEFAULT_FILTERS, "length", lambda value: calls.append(value) or 1)
+    template = ChatTemplate("{{ 'abc' | length }}{{ 2 }}", {}, is_guarded=is_guarded)
+    assert calls == []
+    assert template.render(CHATS["one"]) == "12"
+    assert calls == ["abc"]
+    with pytest.raises(UnsupportedModelError, match="autoescape takes true or false"):
+        ChatTemplate(
+            "{% autoescape 'abc' | length %}{% endautoescape %}", {}, is_guarded=is_guarded
+        )
+    assert calls == ["abc"]
 
 
 def test_a_reason_that_a_template_gives_is_cut_and_can_be_sent() -> None:

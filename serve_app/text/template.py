@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -71,7 +71,10 @@ class ChatTemplate:
         if is_guarded and len(source) > MAX_SOURCE_CHARS:
             source = ""  # not even parsed; `render` refuses it
         try:
-            self._template = _environment(is_guarded=is_guarded).from_string(source)
+            environment = _environment(is_guarded=is_guarded)
+            tree = environment.parse(source)
+            _check_constants(tree)
+            self._template = environment.from_string(tree)
         except _COMPILE_FAILURES as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 
@@ -234,12 +237,29 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
+def _check_constants(tree: nodes.Template) -> None:
+    """Refuses options of `autoescape` that are no constants: the compiler, whose work nobody
+    counts, would run their filters."""
+    for block in tree.find_all(nodes.EvalContextModifier):
+        for option in block.options:
+            if not isinstance(option.value, nodes.Const):
+                raise TemplateSyntaxError("autoescape takes true or false", block.lineno)
+
+
+@pass_context
+def _unchanged(context: Context, value: object) -> object:
+    """Returns an output as it is. The compiler has no context, so it runs no output's filters."""
+    return value
+
+
 def _environment(*, is_guarded: bool) -> ImmutableSandboxedEnvironment:
-    # Not optimized: the compiler would run filters on constants.
+    # The compiler would run filters on constants, of outputs even if it does not optimize. The
+    # guard wraps outputs in filters of its own.
     environment = (GuardedSandbox if is_guarded else _Sandbox)(
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,
+        finalize=None if is_guarded else _unchanged,
         extensions=[_GenerationBlocks, loopcontrols],
     )
     environment.filters["tojson"] = _tojson

@@ -54,15 +54,15 @@ class ModelList:
 
 
 def entry_of(model: str, resolution: Resolution, max_model_len: int | None) -> Entry:
-    base, adapter = resolution.base, resolution.adapter
-    version = base if adapter is None else adapter
+    """Returns the description of a model; several adapters together are as new as the newest."""
+    base, adapters = resolution.base, [one.version for one in resolution.adapters]
     return {
         "id": model,
         "object": "model",
-        "created": version.created_s,
+        "created": max((one.created_s for one in adapters), default=base.created_s),
         "owned_by": "loraplex",
-        "root": f"{version.name}@{version.version}",
-        "parent": None if adapter is None else base.name,
+        "root": resolution.versions,
+        "parent": base.name if adapters else None,
         "max_model_len": max_model_len,
     }
 

@@ -9,7 +9,6 @@ from serve_app.api.admin_auth import caller_of
 from serve_app.api.model_access import check_model
 from serve_app.api.model_list import entry_of
 from serve_app.api.state import state_of, view_of
-from serve_app.dispatch.base_handle import check_supported
 from serve_app.http.asgi import json_response
 
 router = APIRouter()
@@ -26,12 +25,11 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> Response:
+    """Describes a name that requests may use, also one of several adapters with weights."""
     gateway = state_of(request).gateway
-    view = view_of(gateway)
     check_model(gateway, caller_of(request), model)
-    resolution = view.catalog.resolve(model)
-    check_supported(resolution)  # as in the list and in completions
+    _, resolution = gateway.find(model)
     digest = resolution.base.digest
-    if all(base.base.digest != digest for base in view.bases):
+    if gateway.served(digest) is None:
         raise NotFoundError(f"the base model of {model!r} is registered but not served here")
     return json_response(entry_of(model, resolution, gateway.max_model_len(digest)))

@@ -185,13 +185,8 @@ class Gateway:
     def resolve(self, model: str) -> tuple[BaseHandle, Resolution]:
         """Resolves a name by look-ups only. NotFoundError and InvalidNameError are the client's
         fault, other errors the server's."""
-        view = self.view
-        if view is None:
-            raise ServiceUnavailableError("The server is starting.", 2)
-        with _registry_read(view):
-            model = view.catalog.registered(model)
-            resolution = view.catalog.resolve_request(model)
-        check_supported(resolution)
+        view, resolution = self.find(model)
+        model = view.catalog.registered(model)
         digest = resolution.base.digest
         handle = self._handles.get(digest)
         if handle is not None:
@@ -210,6 +205,17 @@ class Gateway:
             f"{resolution.base.name!r} version {resolution.base.version} is registered "
             "but not served here"
         )
+
+    def find(self, model: str) -> tuple[PlatformView, Resolution]:
+        """Resolves a name in the present view, whether or not its base can be called. Raises as
+        `resolve`."""
+        view = self.view
+        if view is None:
+            raise ServiceUnavailableError("The server is starting.", 2)
+        with _registry_read(view):
+            resolution = view.catalog.resolve_request(model)
+        check_supported(resolution)
+        return view, resolution
 
     @property
     def handles(self) -> tuple[BaseHandle, ...]:

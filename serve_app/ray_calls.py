@@ -79,9 +79,8 @@ def call_apart(
 
 
 async def results_of(calls: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
-    """Returns the result of each replica: its error if it failed, TimeoutError if it is late, as a
-    full one is, which begins no call. Serve's `results_async` raises TimeoutError for all when one
-    is late."""
+    """Returns the result of each replica: its error if it failed, TimeoutError if it is late.
+    Serve's `results_async` raises TimeoutError for all when one is late."""
     async with asyncio.timeout(timeout_s):
         replicas = await calls._fetch_replica_results_async()
     answers = (_result_of(replica, timeout_s) for replica in replicas)
@@ -93,7 +92,7 @@ async def _result_of(replica: ReplicaResult, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             return await replica.get_async()  # type: ignore[no-untyped-call]
     except TimeoutError:
-        # A full replica would begin the call later.
+        # A replica that hangs would begin the call later.
         replica.cancel()  # type: ignore[no-untyped-call]
         raise
 

@@ -45,6 +45,7 @@ from serve_app.ray_network import keep_to_loopback
 from serve_app.replica.adapter_keeper import AdapterKeeper
 from serve_app.replica.adapter_loads import AdapterLoads, LoadResult, slowest
 from serve_app.replica.background import in_background
+from serve_app.replica.control_calls import CONTROL_CALLS, answer_while_full
 from serve_app.replica.engine_actor import EngineActor
 from serve_app.replica.ray_metrics import UPDATE_S, RayExport
 from serve_app.tasks import check_running, failures_text, keep
@@ -63,6 +64,7 @@ class EngineReplica:
     async def __init__(self, spec: BaseSpec, sources: Sources) -> None:  # type: ignore[misc]
         install_in_replica(log_format())
         keep_to_loopback()
+        answer_while_full()
         self._spec = spec
         self._registry: RegistryReader = await in_background(sources.open_registry)
         self._folder: Path = await in_background(lambda: self._registry.fetch(spec.base))
@@ -77,7 +79,7 @@ class EngineReplica:
             # other ranks inherit: each sees all, as memory that devices share needs it.
             num_gpus=config.tensor_parallel_size if spec.device == "cuda" else 0,
             runtime_env={"env_vars": config.environment} if config.environment else None,
-            max_concurrency=spec.model.max_ongoing_requests + 64,
+            max_concurrency=spec.model.max_ongoing_requests + 2 * CONTROL_CALLS,
             max_restarts=0,
         ).remote(
             config,

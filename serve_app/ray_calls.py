@@ -92,7 +92,7 @@ async def _result_of(replica: ReplicaResult, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             return await replica.get_async()  # type: ignore[no-untyped-call]
     except TimeoutError:
-        # A replica that hangs would begin the call later.
+        # Otherwise it stays there, waiting for room or for the engine, and is counted by Serve.
         replica.cancel()  # type: ignore[no-untyped-call]
         raise
 

@@ -61,7 +61,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "dialects": {"errors", "openai"},
     "text_workers": {"dialects", "errors", "messages", "openai", "text"},
     "stream": {"messages", "network", "tasks"},
-    "routing": {"messages", "metrics", "stream", "tasks"},
+    "routing": {"messages", "metrics", "ray_calls", "stream", "tasks"},
     # configuration: the options of a routing policy are checked by its constructor
     "config": {"field_problems", "home", "routing", "text"},
     "serve_file": {"config", "network", "routing"},

@@ -19,6 +19,7 @@ from serve_app.api.explain import measured
 from serve_app.dispatch.migrations import Migrations
 from serve_app.dispatch.warm_ups import WarmUps
 from serve_app.messages import EngineOutcome
+from serve_app.routing import connections as connections_module
 from serve_app.routing import state as routing
 from serve_app.routing.connections import EngineConnections
 from serve_app.routing.decisions import Decisions
@@ -33,6 +34,7 @@ from serve_app.routing.state import (
 from serve_app.routing.view import BaseEstimates, ReplicaView, ReplicaViews
 from serve_app.stream.client import IngressLinks
 from serve_app.stream.server import StreamServer
+from tests.fakes_broadcast import Handle
 from tests.routing_factory import IDLE, LIMITS, EngineEvents, make_ask, make_load, make_view
 from tests.virtual_loop import VirtualLoop
 from tests.waiting import until
@@ -356,6 +358,22 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
     assert len(fourth) < 20
     warned = [record.getMessage().split(": ")[1] for record in caplog.records]
     assert warned == ["the files are gone", "the store is down", "the files are gone"]
+
+
+async def test_the_call_to_an_engine_that_does_not_dial_in_time_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections_module, "_CALL_TIMEOUT_S", 0.01)
+    app_name, handle = "app with an engine that hangs", Handle(False, True)
+    stream = StreamServer(EngineEvents())
+    await stream.listen("127.0.0.1")
+    connections = EngineConnections(stream, lambda *_: None, lambda *_: None)
+    routing.routing_state(app_name).set_replicas(("a", "b"))
+    connections.add_base(app_name, "base", cast(DeploymentHandle[object], handle), LIMITS)
+    await until(lambda: bool(handle.results) and handle.results[0][1].is_cancelled)
+    assert handle.calls == [("attend", stream.address)]
+    assert not handle.results[0][0].is_cancelled
+    stream.close()
 
 
 async def test_calls_queued_when_a_base_was_removed_are_still_reported_as_placed() -> None:

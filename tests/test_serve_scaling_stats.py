@@ -11,11 +11,13 @@ from ray import serve
 from engine.admission import EngineLimits
 from engine.types import EngineLoad, Request, ResumedChoice, SamplingParams
 from serve_app.autoscaling.stats import ScalingStats
+from serve_app.control import broadcaster as broadcaster_module
 from serve_app.control import fleet
 from serve_app.control.base_sleep import ScaleToZero
 from serve_app.control.broadcaster import Broadcaster
 from serve_app.dispatch.activity import Activity
 from serve_app.messages import Backlog, BaseActivity, IngressReport
+from tests.fakes_broadcast import Handle
 from tests.waiting import until
 
 LIMITS = EngineLimits(4096, 1000, 50_000, max_num_seqs=8, max_num_batched_tokens=512)
@@ -121,33 +123,42 @@ async def test_the_handle_of_a_removed_application_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened: list[str] = []
-    sent: list[int] = []
-
-    class Handle:
-        def broadcast(self, method: str, backlog: Backlog) -> Handle:
-            sent.append(backlog.num_requests)
-            return self
-
-        async def results_async(self, **options: object) -> list[object]:
-            return [None]
+    handle = Handle(False)
 
     def open_handle(deployment: str, app_name: str) -> Handle:
         opened.append(app_name)
-        return Handle()
+        return handle
 
     monkeypatch.setattr(serve, "get_deployment_handle", open_handle)
     broadcaster = Broadcaster[Backlog]("backlog", "set_backlog", lambda *_: True)
     broadcaster.publish({"app": Backlog(1)})
-    await until(lambda: sent == [1])
+    await until(lambda: len(handle.calls) == 1)
     await settle()
     broadcaster.publish({"app": Backlog(2)})
-    await until(lambda: sent == [1, 2])
+    await until(lambda: len(handle.calls) == 2)
     assert opened == ["app"]
     await settle()
     broadcaster.publish({})
     broadcaster.publish({"app": Backlog(3)})
-    await until(lambda: sent == [1, 2, 3])
+    await until(lambda: len(handle.calls) == 3)
     assert opened == ["app", "app"]
+    assert handle.calls == [("set_backlog", Backlog(number)) for number in (1, 2, 3)]
+
+
+async def test_a_replica_that_hangs_is_the_only_one_that_misses_a_value(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checks that the late call is cancelled, too: it would be counted by Serve as long as it waits
+    in its replica."""
+    monkeypatch.setattr(broadcaster_module, "_TIMEOUT_S", 0.01)
+    handle = Handle(False, True, False)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
+    broadcaster = Broadcaster[Backlog]("backlog", "set_backlog", lambda *_: True)
+    broadcaster.publish({"app": Backlog(1)})
+    await until(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 engine replicas of app did not receive the backlog")
+    assert [one.is_cancelled for one in handle.results[0]] == [False, True, False]
 
 
 async def settle() -> None:

@@ -17,6 +17,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.messages import ENGINE
+from serve_app.ray_calls import results_of
 from serve_app.tasks import spawn
 
 logger = logging.getLogger(__name__)
@@ -81,15 +82,12 @@ class Broadcaster(Generic[T]):
             self._sending.discard(app_name)
 
     async def _send_to_replicas(self, app_name: str, value: T) -> int:
-        """Returns the number of replicas that failed. Raises where there is no such application, or
-        no answer within `_TIMEOUT_S`."""
+        """Returns the number of replicas that failed or did not answer within `_TIMEOUT_S`. Raises
+        where there is no such application."""
         if app_name not in self._handles:
             self._handles[app_name] = await asyncio.to_thread(
                 serve.get_deployment_handle, ENGINE, app_name
             )
-        results = (
-            await self._handles[app_name]
-            .broadcast(self._method, value)
-            .results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
-        )
+        calls = self._handles[app_name].broadcast(self._method, value)
+        results = await results_of(calls, _TIMEOUT_S)
         return sum(isinstance(result, BaseException) for result in results)

@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from engine.admission import EngineLimits
+from serve_app.ray_calls import results_of
 from serve_app.routing.state import RoutingState, routing_state
 from serve_app.stream.server import StreamServer
 from serve_app.tasks import keep_polling, spawn
@@ -102,5 +103,5 @@ class EngineConnections:
     async def _ask_to_dial(self, base: _Base) -> None:
         """Calls all replicas of the base; a replica whose engine is connected ignores the call."""
         with suppress(RayError, RayServeException, TimeoutError):
-            answers = base.handle.broadcast("attend", self._stream.address)
-            await answers.results_async(timeout_s=_CALL_TIMEOUT_S, return_exceptions=True)
+            calls = base.handle.broadcast("attend", self._stream.address)
+            await results_of(calls, _CALL_TIMEOUT_S)

@@ -20,7 +20,7 @@ import yaml
 
 from serve_app.cli.demo.prepare import ADAPTER_NAMES, BASE_NAME
 from serve_app.network import is_loopback
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 LORAPLEX = Path(sys.executable).parent / "loraplex"

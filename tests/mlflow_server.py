@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
 from tests.registry_helpers import template_database
 
 READY_WITHIN_S = 240
@@ -93,9 +93,3 @@ def running_server(
         yield server
     finally:
         server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from tests.mlflow_server import free_port
+from tests.ports import free_port
 
 READY_WITHIN_S = 180
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -47,6 +46,7 @@ from serve_app.config import (
 from serve_app.platform_view import Sources
 from tests.fakes_engine import HOLD
 from tests.fakes_registry import FolderRegistry
+from tests.ports import free_port
 from tests.waiting import eventually
 
 RIG_BASE = "base"
@@ -64,13 +64,6 @@ class Rig:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextmanager

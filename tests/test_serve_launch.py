@@ -31,6 +31,7 @@ from serve_app.cli.serve_child import start_ray
 from serve_app.config import EngineArgs, IngressArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control.cached_registry import stored_catalog_file
 from serve_app.serve_file import ServeFile, ServeFileError, read_serve_file
+from tests.ports import free_port
 from tests.registry_helpers import BASE_FACTS, base_folder, embedded_uri, register_base
 from tests.waiting import eventually
 
@@ -60,13 +61,6 @@ def write_file(folder: Path, port: int, old: str = "", new: str = "") -> Path:
     path = folder / "serve.yaml"
     path.write_text(FILE.format(port=port).replace(old, new) if old else FILE.format(port=port))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # -- the file -------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ from tests.benchmarks.report import Report, print_table
 from tests.benchmarks.serve_base import BASE, write_tokenizer, write_weights
 from tests.benchmarks.serve_home import open_home, write_serve_file
 from tests.benchmarks.shapes import SHAPES
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 ATTACKS = {**REGISTRY_ATTACKS, **CONNECTION_ATTACKS, **FLOODS}
 STREAMS = 16

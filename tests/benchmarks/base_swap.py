@@ -43,7 +43,7 @@ from tests.benchmarks.serve_client import Stream, connect, make_request
 from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES, ModelShape
 from tests.demo_server import DemoServer, run_cli, serving
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 # About 25 ms a step of 4 streams on one core: a pace that readers know, with time between.
 STREAMER = replace(

@@ -52,8 +52,8 @@ from tests.benchmarks.keyed import TENANCY, admin_headers, make_key, recorded
 from tests.benchmarks.report import Report, percentile, print_table
 from tests.benchmarks.serve_base import BASE as TINY
 from tests.demo_server import run_cli
+from tests.ports import free_port
 from tests.postgres import Postgres, binaries, running_postgres
-from tests.serve_rig import free_port
 
 NUM_ADAPTERS = 5
 LEDGER_S = 30.0

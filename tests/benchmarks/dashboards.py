@@ -30,7 +30,7 @@ import yaml
 
 from serve_app.cli.demo.prepare import prepare
 from tests.demo_server import ADAPTERS, BASE, ROOT, serving, write_config
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 _INTERVAL_S = 5  # also the time limit of a scrape, which takes a busy machine over a second
 _WINDOW = "30s"  # of rates

@@ -27,7 +27,7 @@ from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.serve_base import BASE, prepare_home, write_config
 from tests.benchmarks.serve_sides import serving
 from tests.benchmarks.shapes import SHAPES
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 PARTS = ("prepare", "fair", "route", "adapter", "queue", "prefill", "deliver")
 TERMS = ("queue", "adapter", "prefill", "way")

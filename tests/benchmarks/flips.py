@@ -46,7 +46,7 @@ from tests.benchmarks.serve_home import write_serve_file
 from tests.benchmarks.shapes import SHAPES, ModelShape
 from tests.demo_server import serving
 from tests.mlflow_server import WEBHOOK_SETTINGS, running_server
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 MODES = ("poll", "poll-server", "webhook")
 TARGET_S = {"poll": 5.0, "poll-server": 5.0, "webhook": 1.0}

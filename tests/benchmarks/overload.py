@@ -37,7 +37,7 @@ from tests.benchmarks.overload_server import (
 )
 from tests.benchmarks.report import Report, print_table, spread
 from tests.benchmarks.serve_home import open_home
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 TENANTS = 5
 LOUD = 10.0  # times what each other tenant sends

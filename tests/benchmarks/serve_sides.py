@@ -30,7 +30,7 @@ from tests.benchmarks.children import VLLM_ENVIRONMENT
 from tests.benchmarks.engine_start import take_note
 from tests.benchmarks.serve_base import BASE, RANK, prepare_home, write_config, write_tokenizer
 from tests.benchmarks.shapes import SHAPES, ModelShape
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 READY_S = 300.0
 _LOADS_ADAPTERS = {

@@ -40,7 +40,7 @@ from tests.benchmarks.tiers_home import (
     prepare,
 )
 from tests.benchmarks.watch import repeating
-from tests.serve_rig import free_port
+from tests.ports import free_port
 
 TIERS = ("device", "host", "disk", "registry")
 TARGET_RATIO = 3.0  # of the medians of the time to first token

@@ -363,7 +363,7 @@ def test_a_warm_up_that_fails_is_tried_again_ever_more_rarely_and_logged_once_a_
 async def test_the_call_to_an_engine_that_does_not_dial_in_time_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections_module, "_CALL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(connections_module, "_CALL_TIMEOUT_S", 1.0)
     app_name, handle = "app with an engine that hangs", Handle(False, True)
     stream = StreamServer(EngineEvents())
     await stream.listen("127.0.0.1")

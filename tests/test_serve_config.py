@@ -79,6 +79,7 @@ def test_a_bad_size_is_refused_by_name(size: str) -> None:
             "num_speculative_tokens",
         ),
         ({"models": [{"name": "a", "replicas": 0}]}, "replicas"),
+        ({"models": [{"name": "a", "max_ongoing_requests": 901}]}, "max_ongoing_requests"),
         ({"models": [{}]}, "name"),
         (
             {"models": [{"name": "a", "response_template": "hermes"}]},

@@ -208,8 +208,9 @@ class ModelArgs(ScaledArgs):
     """The family of response templates by which tool calls and reasoning are read, regardless of
     the base's files; `chatml-json` is the family of Qwen, Hermes and SmolLM. By default the base's
     own template, or the family of its chat template. An adapter's own template replaces it."""
-    max_ongoing_requests: int = Field(default=256, ge=1)
-    """The most open requests per engine replica."""
+    max_ongoing_requests: int = Field(default=256, ge=1, le=900)
+    """The most open requests per engine replica. Ray runs 1,000 calls of a replica at a time: the
+    rest are for control calls and health checks."""
     max_queued_requests: int = Field(default=256, ge=1)
     """The most waiting requests per ingress replica; beyond it requests get 429 with
     `Retry-After`."""

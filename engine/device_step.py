@@ -1,9 +1,8 @@
 """A step on a CUDA device: launched without waiting, collected while the next one runs.
 
 Decode steps, with drafts or without, replay a graph, and so do steps with prompts of up to some
-thousand tokens; all others launch kernel by kernel. The drawn tokens stay
-on the device as the next step's inputs; the host gets a copy. Only `collect` waits for the
-device.
+thousand tokens; all others launch kernel by kernel. The drawn tokens stay on the device as the next
+step's inputs; the host gets a copy. Only `collect` waits for the device.
 
 The draw of a row with a grammar or penalties needs a token that the step before may still hold on
 the device. A step with such rows launches its forward pass alone, and draws all rows later, once
@@ -221,7 +220,8 @@ class DeviceSteps:
             self._mixed_graphs.run(key, few=True)
 
     def trace_batch(self, batch: ScheduledBatch) -> None:
-        """Runs a step outside the graphs on meta tensors, without its copies to the host."""
+        """Runs a step outside the graphs on meta tensors, up to the copy of its tokens to the
+        host."""
         logits, _ = self._run(self._write(batch), 0, self._few_layers)
         assert logits is not None
         self._draw(logits, self._mixed.sampling(len(logits)))

@@ -1,4 +1,5 @@
-"""Grammars written in other ways, as Lark grammars of llguidance, and what it would misread."""
+"""Grammars written in other ways, as Lark grammars of llguidance, and expressions that it would
+misread."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_session_stays_where_it_was(client: httpx.Client) -> None:
 
 def test_a_full_engine_is_passed_over(rig: Rig, client: httpx.Client) -> None:
     """Runs as many requests as all engines accept: no engine exceeds its limit, and full engines
-    tell their figures and adapters."""
+    return their figures and adapters."""
     num_requests = 3 * MAX_ONGOING
 
     def placed() -> list[int]:

@@ -186,7 +186,6 @@ class Gateway:
         """Resolves a name by look-ups only. NotFoundError and InvalidNameError are the client's
         fault, other errors the server's."""
         view, resolution = self.find(model)
-        model = view.catalog.registered(model)
         digest = resolution.base.digest
         handle = self._handles.get(digest)
         if handle is not None:
@@ -196,7 +195,8 @@ class Gateway:
                 f"The base model {resolution.base.name!r} cannot be served: {why}", 60
             )
         old = self.fallback(digest)
-        if old and resolution.adapter is None and parse_model(model)[0].version is None:
+        name = view.catalog.registered(model)
+        if old and resolution.adapter is None and parse_model(name)[0].version is None:
             return old, Resolution(old.base)
         for base in view.bases:
             if base.base.digest == digest:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ import torch
 from engine.inputs import LoraReach
 
 GraphMemory = Any  # torch's handle of the pool that a graph's tensors come from
+BeforeLayer = Callable[[int], None]
 T = TypeVar("T")
 # Together these launch every kernel of the other reaches, too.
 _RUN_FIRST = (LoraReach.ALL, LoraReach.NONE, LoraReach.AFFINE)
@@ -39,22 +40,36 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, max_rows) for size in sizes}))
 
 
-def capture_graph(run: Callable[[], T], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures the launches of `run`, which must have run before, and returns its result.
+def capture_graphs(
+    run: Callable[[BeforeLayer], T], cuts: Collection[int], memory: GraphMemory
+) -> tuple[tuple[torch.cuda.CUDAGraph, ...], T]:
+    """Captures the launches of `run`, which must have run before, and returns its result. `run`
+    calls the function that it gets before the attention of each layer; at the layers of `cuts` a
+    graph ends there and the next begins.
 
     `torch.cuda.graph` empties the allocators' caches before each capture, the pinned one included:
     4.8 of the 9 s that 884 graphs took (H200).
     """
-    graph = torch.cuda.CUDAGraph()
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    def begin() -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        # Other threads go on: that of NCCL queries events.
+        graphs[-1].capture_begin(pool=memory, capture_error_mode="thread_local")
+
+    def cut(layer: int) -> None:
+        if layer in cuts:
+            graphs[-1].capture_end()
+            begin()
+
     torch.cuda.synchronize()
     with torch.cuda.stream(_capture_stream()):
-        # Other threads go on: that of NCCL queries events.
-        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        begin()
         try:
-            result = run()
+            result = run(cut)
         finally:
-            graph.capture_end()
-    return graph, result
+            graphs[-1].capture_end()
+    return tuple(graphs), result
 
 
 @functools.cache
@@ -94,7 +109,8 @@ class DecodeGraphs:
             # Loads kernels, sets up libraries: neither may happen in a capture. Of 32 equal layers
             # two do, which spares 1.3 s of the host's time.
             self._run(key, self._few_layers)
-        self._graphs[key] = capture_graph(lambda: self._run(key, None), memory)
+        (graph,), logits = capture_graphs(lambda _: self._run(key, None), (), memory)
+        self._graphs[key] = graph, logits
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         """Returns the logits [size, V], valid until the next replay."""

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from engine.block_copies import first_layers
-from engine.decode_graphs import GraphKey, GraphMemory, capture_graph
+from engine.decode_graphs import BeforeLayer, GraphKey, GraphMemory, capture_graphs
 from engine.inputs import ForwardInputs, LoraReach
 from engine.kv_cache import KVCache
 from engine.model import Model
@@ -34,16 +33,9 @@ SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
 _LARGEST_PADDED = 1024
 _LAYER_BYTES = 256 * 1024  # the driver's memory of a layer in a graph: some 25 kernels
 
-Part = Callable[[], None]
-
 
 def mixed_sizes(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, max_tokens) for size in SIZES}))
-
-
-def record(part: Part, memory: GraphMemory) -> Part:
-    """Captures a part and returns the function that replays it."""
-    return capture_graph(part, memory)[0].replay
 
 
 class MixedGraphs:
@@ -64,13 +56,13 @@ class MixedGraphs:
         self._inputs_of = inputs_of
         self._few_layers = few_layers
         self._normed: torch.Tensor | None = None  # [T, H], for the largest size
-        # The parts of each size, with the first layer whose attention is in it.
-        self._parts: dict[GraphKey, tuple[tuple[int, Part], ...]] = {}
+        self._firsts = first_layers(kv) or (0,)  # layers whose attention begins a graph
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, ...]] = {}
 
     def size_for(self, num_tokens: int) -> int | None:
         """Returns the size of the graph for so many tokens, None if there is none."""
         index = bisect.bisect_left(self._sizes, num_tokens)
-        if index == len(self._sizes) or not self._parts:
+        if index == len(self._sizes) or not self._graphs:
             return None
         size = self._sizes[index]
         is_near = size <= _LARGEST_PADDED or 16 * num_tokens >= 15 * size
@@ -92,70 +84,37 @@ class MixedGraphs:
             self._normed = self._new_normed()
         normed = self._normed
         self.run(key, few=True)  # sets up libraries
-        self._parts[key] = tuple(
-            (first, record(part, memory)) for first, part in self._cut(key, normed, None)
-        )
+        inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
+        self._graphs[key] = capture_graphs(
+            lambda before: self._run(inputs, normed, None, before), self._firsts[1:], memory
+        )[0]
 
     def run(self, key: GraphKey, *, few: bool = False) -> None:
         """Runs a step without a graph. `few`: some of its layers, which together launch every
         kernel and product."""
         normed = self._new_normed() if self._normed is None else self._normed
-        for _, part in self._cut(key, normed, self._few_layers if few else None):
-            part()
+        inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
+        self._run(inputs, normed, self._few_layers if few else None, None)
 
     def forward(self, inputs: ForwardInputs, size: int) -> torch.Tensor:
         """Computes `Model.forward` for the static inputs of `size`."""
         assert self._normed is not None
         assert inputs.logit_rows is not None
         reach = LoraReach.NONE if inputs.lora is None else LoraReach.ALL
-        for first, replay in self._parts[GraphKey(size, reach)]:
+        for first, graph in zip(self._firsts, self._graphs[GraphKey(size, reach)], strict=True):
             self._kv.arrivals.wait(first)
-            replay()
+            graph.replay()
         return self._normed.index_select(0, inputs.logit_rows)
-
-    def _cut(
-        self, key: GraphKey, normed: torch.Tensor, few: Sequence[int] | None
-    ) -> list[tuple[int, Part]]:
-        """Returns the parts of a step, to be called in their order, and the first layer whose
-        attention is in each. `few`: these layers alone, in one part."""
-        layers = tuple(range(self._model.config.num_layers) if few is None else few)
-        firsts = first_layers(self._kv) if few is None else ()
-        starts = [layers.index(first) for first in firsts] or [0]
-        inputs = self._inputs_of(key.size, key.lora is not LoraReach.NONE)
-        # Queries and residual, from a part to the next, which drops them: until then their memory
-        # is not reused.
-        flow: list[tuple[torch.Tensor, torch.Tensor]] = []
-        ends = [*starts[1:], len(layers)]
-        return [
-            (layers[start], partial(self._run, layers, start, end, inputs, normed, flow))
-            for start, end in zip(starts, ends, strict=True)
-        ]
 
     def _run(
         self,
-        layers: tuple[int, ...],
-        start: int,
-        end: int,
         inputs: ForwardInputs,
         normed: torch.Tensor,
-        flow: list[tuple[torch.Tensor, torch.Tensor]],
+        layers: Sequence[int] | None,
+        before: BeforeLayer | None,
     ) -> None:
-        """Computes from the attention of a layer up to that of another."""
-        model, kv, pool = self._model, self._kv, self._pool
-        if start:
-            q, residual = flow.pop()
-        else:
-            embedded = model.embed(inputs, pool)
-            q, residual = model.before_attention(layers[0], None, embedded, inputs, kv, pool)
-        for at in range(start, end):
-            attended = model.attend(layers[at], q, inputs, kv)
-            added, residual = model.after_attention(layers[at], attended, residual, inputs, pool)
-            if at + 1 == len(layers):
-                rows = model.finish(added, residual, inputs)
-                normed[: len(rows)].copy_(rows)
-                return
-            q, residual = model.before_attention(layers[at + 1], added, residual, inputs, kv, pool)
-        flow.append((q, residual))
+        rows = self._model.forward(inputs, self._kv, self._pool, layers, before)
+        normed[: len(rows)].copy_(rows)
 
     def _new_normed(self) -> torch.Tensor:
         table = self._model.weights.embedding

@@ -8,7 +8,7 @@ own sequence only, up to the rounding of the matrix products. Free of requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -96,12 +96,16 @@ class Model:
         kv: KVCache,
         pool: AdapterPool,
         layers: Sequence[int] | None = None,
+        before: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Returns [rows whose logits are requested, H], normed. Writes K and V of all tokens.
-        `layers`: these alone are computed; None: all."""
+        `layers`: these alone are computed; None: all. `before`: called with each layer before its
+        attention."""
         added, residual = None, self.embed(inputs, pool)
         for i in range(self.config.num_layers) if layers is None else layers:
             q, residual = self.before_attention(i, added, residual, inputs, kv, pool)
+            if before is not None:
+                before(i)
             attended = self.attend(i, q, inputs, kv)
             added, residual = self.after_attention(i, attended, residual, inputs, pool)
         assert added is not None

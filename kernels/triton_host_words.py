@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.triton_launch import launch
 
-_BLOCK = 1024  # words of a program, eight for each thread of four warps
+_BLOCK = 1024  # words of a program: two loads of 16 bytes for each thread of four warps
 
 
 def copy_words(device: torch.Tensor, host: torch.Tensor, *, to_host: bool) -> None:
@@ -24,8 +24,15 @@ def copy_words(device: torch.Tensor, host: torch.Tensor, *, to_host: bool) -> No
 @triton.jit(do_not_specialize=["count"])
 def _copy_words_kernel(device_ptr, host_ptr, count, TO_HOST: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = at < count
+    # A mask that is the same for four words lets them be one load; the last ones are alone.
+    _copy(device_ptr, host_ptr, at, at // 4 < count // 4, TO_HOST)
+    at = count // 4 * 4 + tl.arange(0, 4)
+    _copy(device_ptr, host_ptr, at, (at < count) & (tl.program_id(0) == 0), TO_HOST)
+
+
+@triton.jit
+def _copy(device_ptr, host_ptr, at, exists, TO_HOST: tl.constexpr):
     if TO_HOST:
         tl.store(host_ptr + at, tl.load(device_ptr + at, exists), exists)
-    else:  # the host has written them before the launch, so no cache holds older ones
-        tl.store(device_ptr + at, tl.load(host_ptr + at, exists), exists)
+    else:  # not from a cache: the host has written the words since the last copy
+        tl.store(device_ptr + at, tl.load(host_ptr + at, exists, volatile=True), exists)

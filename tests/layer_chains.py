@@ -164,16 +164,16 @@ def assert_graphs_have_the_bits_of_kernels(runner: ModelRunner) -> None:
     def answers(count: int) -> dict[str, Reply]:
         return run_all(make_engine(runner), neighbours(count, 5, length=3))
 
-    kept = graphs._graphs, mixed._parts
+    kept = graphs._graphs, mixed._graphs
     assert kept[0]
-    mixed._parts = {}
+    mixed._graphs = {}
     try:
         for count in (1, 4, 8, 32, 64):
             replayed, graphs._graphs = answers(count), {}
             launched, graphs._graphs = answers(count), kept[0]
             assert replayed == launched, count
     finally:
-        graphs._graphs, mixed._parts = kept
+        graphs._graphs, mixed._graphs = kept
 
 
 def assert_rows_of_the_base_keep_their_bits(runner: ModelRunner) -> None:

@@ -60,11 +60,11 @@ def graphs_of(runner: ModelRunner) -> MixedGraphs:
 @contextmanager
 def without_graphs(runner: ModelRunner) -> Iterator[None]:
     graphs = graphs_of(runner)
-    kept, graphs._parts = graphs._parts, {}
+    kept, graphs._graphs = graphs._graphs, {}
     try:
         yield
     finally:
-        graphs._parts = kept
+        graphs._graphs = kept
 
 
 @contextmanager

@@ -70,11 +70,11 @@ def runner(base: Path, adapters: dict[str, Path], request: pytest.FixtureRequest
 def without_graphs(runner: ModelRunner) -> Iterator[None]:
     assert isinstance(runner._steps, DeviceSteps)
     graphs, mixed = runner._steps._graphs, runner._steps._mixed_graphs
-    kept, graphs._graphs, mixed._parts = (graphs._graphs, mixed._parts), {}, {}
+    kept, graphs._graphs, mixed._graphs = (graphs._graphs, mixed._graphs), {}, {}
     try:
         yield
     finally:
-        graphs._graphs, mixed._parts = kept
+        graphs._graphs, mixed._graphs = kept
 
 
 def test_a_request_gets_its_tokens_in_any_company(runner: ModelRunner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,9 +96,10 @@ def test_a_step_has_a_size_that_the_device_computes_well(
 
 def test_large_steps_are_hardly_padded() -> None:
     """The device takes longer than the host for a prompt of so many tokens: padding shows."""
-    graphs = MixedGraphs(SIZES, None, None, None, None, ())  # type: ignore[arg-type]
+    kv = SimpleNamespace(blocks=None)
+    graphs = MixedGraphs(SIZES, None, kv, None, None, ())  # type: ignore[arg-type]
     assert graphs.size_for(100) is None  # nothing is captured
-    graphs._parts = {GraphKey(64, LoraReach.NONE): ()}
+    graphs._graphs = {GraphKey(64, LoraReach.NONE): ()}
     found = {count: graphs.size_for(count) for count in (1, 65, 897, 1024, 1025, 1199, 1200, 1280)}
     assert found == {
         1: 64,

@@ -115,8 +115,8 @@ def record_residuals(path: str, at_a_time: int = 1) -> None:
         buffer[:count].copy_(hidden[:count])  # a graph has the copy, too
         return logits(self, hidden, *args)
 
-    def recording_run(self: DeviceSteps, layout: Any, number: int) -> Any:
-        result = run(self, layout, number)
+    def recording_run(self: DeviceSteps, layout: Any, *args: Any) -> Any:
+        result = run(self, layout, *args)
         if self._drawn.device in kept:
             count = min(layout.num_samples, _MAX_ROWS)
             counts.append(count)

@@ -254,3 +254,23 @@ def test_messages_of_the_caller_are_left_alone() -> None:
 
 def test_jinja_is_new_enough_for_the_sandbox() -> None:
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["message.thinking", "message['reasoning']", "message.get('thinking')", "message.reasoning"],
+)
+def test_reasoning_has_the_name_that_the_template_reads(read: str) -> None:
+    template = ChatTemplate("{% for message in messages %}<{{ " + read + " }}>{% endfor %}", {})
+    chat = [
+        {"role": "assistant", "content": "b", "reasoning_content": "Hm."},
+        {"role": "assistant", "content": "b", "reasoning_content": "", "thinking": "own"},
+    ]
+    assert template.render(chat).startswith("<Hm.>")
+    assert "thinking" not in chat[0]
+
+
+def test_messages_have_no_names_that_the_template_does_not_read() -> None:
+    template = ChatTemplate("{{ messages[0] | tojson }}", {})
+    chat = [{"role": "assistant", "content": "b", "reasoning_content": "Hm."}]
+    assert "thinking" not in template.render(chat)

@@ -40,6 +40,8 @@ T = TypeVar("T")
 FREE_OUTPUT_CHARS = 1 << 20
 MAX_PRODUCT = 1 << 20
 
+# Other names under which templates read the `reasoning_content` of a turn of the assistant.
+_REASONING_NAMES = frozenset(("reasoning", "thinking"))
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MAX_REASON_CHARS = 500
 # Jinja compiles to Python, whose compiler has limits of its own, of nesting for instance.
@@ -75,6 +77,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             _check_constants(tree)
             self._template = environment.from_string(tree)
+            self._reasoning_names = _REASONING_NAMES & _names_in(tree)
         except _COMPILE_FAILURES as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 
@@ -84,6 +87,10 @@ class ChatTemplate:
         # Copies: the template may write into them, and the tag below does.
         counter = _Counter()
         chat = [counter.copy(message) for message in messages]
+        for message in chat:
+            if "reasoning_content" in message:
+                for name in self._reasoning_names:
+                    message.setdefault(name, message["reasoning_content"])
         tools = [counter.copy(tool) for tool in options.get("tools") or ()]
         documents = [counter.copy(document) for document in options.get("documents") or ()]
         final: str | None = None
@@ -235,6 +242,12 @@ class _TemplateNamespace(Namespace):
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _names_in(tree: nodes.Template) -> set[object]:
+    """Returns the attributes and the constants of a template."""
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    return attributes | {node.value for node in tree.find_all(nodes.Const)}
 
 
 def _check_constants(tree: nodes.Template) -> None:

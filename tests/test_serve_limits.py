@@ -267,6 +267,21 @@ def test_a_refused_request_is_counted_once() -> None:
     world.run(scenario())
 
 
+@pytest.mark.parametrize("limit", [2, 3, 20, 40])
+@pytest.mark.parametrize("pause_s", [0.0, 0.01, 0.1, 0.2])
+def test_the_first_requests_of_a_key_may_come_one_after_the_other(
+    limit: int, pause_s: float
+) -> None:
+    world = World(KeyPolicy(requests_per_minute=limit), 1)
+
+    async def scenario() -> None:
+        for _ in range(min(limit, 4)):
+            await world.request(0, 1, 1, lasts_s=pause_s)
+
+    world.run(scenario())
+    assert world.num_refused == 0
+
+
 def test_the_headers_are_those_of_openai() -> None:
     world = World(KeyPolicy(requests_per_minute=600, tokens_per_minute=6000), 1)
 

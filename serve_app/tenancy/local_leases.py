@@ -111,7 +111,9 @@ class _Rate(_Limit):
         self.balance += grant.amount
         self.alone, self.remaining, self.room = grant.alone, grant.remaining, grant.room
         self.credited_s, self.was_alone = now_s, False
-        return grant.amount < self.wanted and self.demand > self.alone
+        # No grant has a part of a request.
+        wanted = math.floor(self.wanted + _ROUNDING) if self.least else self.wanted
+        return grant.amount < wanted and self.demand > self.alone
 
 
 @dataclass(slots=True, kw_only=True)

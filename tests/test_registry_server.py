@@ -1,5 +1,9 @@
 """The registry against a real `mlflow server`: the same calls, over HTTP, and its absence."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +13,7 @@ from registry.cache import TEXT_FILES, Cache
 from registry.client import Registry
 from registry.errors import DigestMismatchError, RegistrationError, RegistryUnavailableError
 from tests.mlflow_server import MlflowServer, running_server
-from tests.registry_helpers import register_adapter, register_base
+from tests.registry_helpers import adapter_folder, register_adapter, register_base
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,19 @@ def test_registered_over_http_resolves_and_comes_back(server: MlflowServer, tmp_
     tree = registry.fetch(adapter, cache)
     assert (tree / "adapter_model.safetensors").stat().st_size > 1_000_000
     assert not (registry.fetch(base, cache, TEXT_FILES) / "model.safetensors").exists()
+
+
+def test_the_documented_registration_with_plain_mlflow_is_found(
+    server: MlflowServer, tmp_path: Path
+) -> None:
+    page = Path(__file__).parent.parent / "docs" / "registering_and_canaries.md"
+    (code,) = re.findall(r"```python\n(import mlflow\n.*?)```", page.read_text(), re.DOTALL)
+    register_base(Registry(server.uri), tmp_path, name="my-base")
+    adapter_folder(tmp_path / "adapter", base="my-base")
+    settings = {**os.environ, "MLFLOW_TRACKING_URI": server.uri}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=settings, check=True)
+    found = Registry(server.uri).snapshot().resolve("my-base:my-adapter@champion")
+    assert (found.base.name, found.adapter and found.adapter.version) == ("my-base", 1)
 
 
 def test_tampered_artifact_is_refused(server: MlflowServer, tmp_path: Path) -> None:

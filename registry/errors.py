@@ -9,6 +9,7 @@ RegistryError
 |  `- DigestMismatchError    the bytes differ from the registered digest
 |- QuarantinedError          the version was bad a short time ago; with the reason
 |- RegistryUnavailableError  MLflow cannot be reached or returns nonsense; the last catalog stays
+|  `- NoAnswerError          its server does not answer
 `- CacheFullError            no space left for a local copy
 """
 
@@ -54,6 +55,10 @@ class QuarantinedError(RegistryError):
 
 
 class RegistryUnavailableError(RegistryError):
+    pass
+
+
+class NoAnswerError(RegistryUnavailableError):
     pass
 
 

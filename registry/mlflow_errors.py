@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import requests
 from mlflow.environment_variables import (
     MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR,
     MLFLOW_HTTP_REQUEST_BACKOFF_JITTER,
@@ -24,7 +25,13 @@ from mlflow.store.db import utils as mlflow_databases
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from registry.errors import CacheFullError, NotFoundError, RegistryError, RegistryUnavailableError
+from registry.errors import (
+    CacheFullError,
+    NoAnswerError,
+    NotFoundError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 from registry.files import NO_SPACE
 
 T = TypeVar("T")
@@ -111,6 +118,8 @@ def call(action: str, function: Callable[[], T]) -> T:
         except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
             raise RegistryUnavailableError(f"{action}: {_first_line(error)}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
+            if (why := _no_answer(error)) is not None:
+                raise NoAnswerError(f"{action}: no answer ({why})") from error
             is_full = error.errno in NO_SPACE
             kind = CacheFullError if is_full else RegistryUnavailableError
             raise kind(f"{action}: {error}") from error
@@ -126,6 +135,8 @@ def call(action: str, function: Callable[[], T]) -> T:
 
 
 def _translated(action: str, error: MlflowException) -> RegistryError:
+    if (why := _no_answer(error)) is not None:
+        return NoAnswerError(f"{action}: no answer ({why})")
     text = f"{action}: {_first_line(error)}"
     if error.error_code == "RESOURCE_DOES_NOT_EXIST":
         return NotFoundError(text)
@@ -137,3 +148,17 @@ def _translated(action: str, error: MlflowException) -> RegistryError:
 def _first_line(error: Exception) -> str:
     """Returns the first line of an error of MLflow's, which names the URI, without a password."""
     return _PASSWORD.sub(r"\1@", str(error).splitlines()[0])[:500]
+
+
+def _no_answer(error: BaseException | None) -> str | None:
+    """Returns why a request got no answer, without urllib3's retries and objects around it; None
+    if it got one."""
+    is_unanswered, reason = False, "the connection was closed"
+    while error is not None:
+        is_unanswered |= isinstance(error, requests.ConnectionError | requests.Timeout)
+        if isinstance(error, requests.Timeout | TimeoutError):
+            reason = "timed out"
+        reason = getattr(error, "strerror", None) or reason
+        inner = getattr(error.args[0], "reason", None) if error.args else None
+        error = inner if isinstance(inner, Exception) else error.__cause__ or error.__context__
+    return reason if is_unanswered else None

@@ -4,13 +4,17 @@ import builtins
 import inspect
 import io
 import json
+import logging
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -531,6 +535,38 @@ def test_doctor_looks_at_the_registry_of_its_option(
         assert words in found["words"]
     assert run("doctor", "--base", str(folder), "--tracking-uri", other) == 1
     assert "--tracking-uri" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["refused", "closed"])
+def test_a_registry_that_is_down_is_one_sentence_that_says_what_to_do(
+    answer: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    server = socket.create_server(("127.0.0.1", 0))
+    uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+    why = {"refused": "Connection refused", "closed": "the connection was closed"}[answer]
+    if answer == "closed":
+        threading.Thread(target=_close_each, args=(server,), daemon=True).start()
+    else:
+        server.close()
+    assert run("models", "--tracking-uri", uri) == 1
+    assert capfd.readouterr().err == (
+        f"error: MLflow at {uri}, listing models: no answer ({why}); start it, or name another "
+        "registry in MLFLOW_TRACKING_URI\n"
+    )
+    server.close()
+    if answer == "refused":
+        assert run("doctor", "--tracking-uri", uri, "--json") == 1
+        findings = json.loads(capfd.readouterr().out)["findings"]
+        (found,) = [one for one in findings if one["what"] == "registry"]
+        assert found["words"].endswith(f"{uri}, listing models: no answer ({why})")
+
+
+def _close_each(server: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_doctor_fails_where_the_home_cannot_be_written(

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from engine.errors import EngineError
-from registry.errors import RegistryError
+from registry.errors import NoAnswerError, RegistryError
 from serve_app import home
 from serve_app.cli import signatures
 from serve_app.cli.commands import adapters, bases, canary, keys
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         atexit.register(gc.freeze)
     words = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its tries: a failure is one sentence
     try:
         build()(words, prog_name="loraplex")
     except ModuleNotFoundError as error:  # an extra that is not installed
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"This command needs the package {error.name}: pip install 'loraplex[demo]'")
     except (Failure, RegistryError, EngineError, OSError) as error:
         cause = home.cause(error) if isinstance(error, RegistryError | OSError) else ""
+        if isinstance(error, NoAnswerError):
+            cause += "; start it, or name another registry in MLFLOW_TRACKING_URI"
         _fail(f"{error}{cause}")
 
 

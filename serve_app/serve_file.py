@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray.runtime_env import RuntimeEnv, RuntimeEnvConfig
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import IngressArgs, PlatformArgs, check_routers, close_match, in_words
+from serve_app.config import (
+    IngressArgs,
+    PlatformArgs,
+    check_routers,
+    close_match,
+    in_words,
+    schemas_of,
+)
 from serve_app.network import is_loopback
 from serve_app.routing.policies import PolicyError
 
@@ -59,14 +66,15 @@ def read_serve_file(path: Path) -> ServeFile:
         raise ServeFileError(f"{path}: {in_words(error)}") from error
     ours = [app for app in schema.applications if app.import_path == IMPORT_PATH]
     if len(ours) != 1:
+        found = ", ".join(repr(app.import_path) for app in schema.applications) or "none"
         raise ServeFileError(
             f"{path} must have exactly one application with import_path {IMPORT_PATH}, "
-            f"but it has {len(ours)}"
+            f"but it has {len(ours)} (import_path: {found})"
         )
     try:
         args = PlatformArgs.model_validate(ours[0].args)
     except ValidationError as error:
-        raise ServeFileError(f"{path}: {in_words(error, 'args.')}") from error
+        raise ServeFileError(f"{path}: {in_words(error, 'args.', PlatformArgs)}") from error
     try:
         check_routers(args)
     except PolicyError as error:
@@ -107,7 +115,7 @@ def _unread_keys(
             yield from _unknown(f"{here}.", value, RuntimeEnv.known_fields)
             if isinstance(config := value.get("config"), dict):
                 yield from _unknown(f"{here}.config.", config, RuntimeEnvConfig.known_fields)
-        for inner in _schemas(field.annotation):
+        for inner in schemas_of(field.annotation):
             if isinstance(value, dict):
                 yield from _unread_keys(f"{here}.", value, inner)
             for index, item in enumerate(value if isinstance(value, list) else ()):
@@ -119,13 +127,6 @@ def _unknown(
     place: str, mapping: dict[Any, Any], known: Collection[str]
 ) -> Iterator[tuple[str, object, Collection[str]]]:
     yield from ((place, key, known) for key in mapping if key not in known)
-
-
-def _schemas(annotation: object) -> list[type[BaseModel]]:
-    """Returns the schemas within a type such as `list[Schema] | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [schema for part in get_args(annotation) for schema in _schemas(part)]
 
 
 class _StrictLoader(yaml.SafeLoader):

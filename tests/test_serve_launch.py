@@ -112,7 +112,7 @@ def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gate
         ("port: 8123", "port: many", r"http_options\.port"),
         ("port: 8123", "port: 70000", r"http_options\.port is 70000, and must be from 1 to 65535"),
         ("port: 8123", "port: -1", r"http_options\.port is -1"),
-        ("serve_app.app:build", "other:build", "exactly one application"),
+        ("serve_app.app:build", "other:build", "exactly one application.*has 0.*'other:build'"),
         ("[{name: tiny}]", "[", "not YAML"),
         ("http_options:", "http_option:", r"http_option is no key of Ray Serve's; known are appl"),
         ("port: 8123", "prot: 8123", r"http_options\.prot is no key of Ray Serve's"),
@@ -124,6 +124,13 @@ def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gate
         ),
         ("{name: tiny}", "{name: tiny, name: big}", "the key name stands there twice"),
         ("{name: tiny}", "{name: tiny, max_queued_requests: 0}", "max_queued_requests"),
+        (
+            "{name: tiny}",
+            "{name: tiny, engine: {max_model_length: 9}}",
+            r"args\.models\.0\.engine\.max_model_length: is not a known field, got 9; did you mean "
+            r"max_model_len\?",
+        ),
+        ("args:", "args:\n      registy: {}", r"args\.registy: .*; did you mean registry\?"),
         ("{name: tiny}", "{name: tiny, router: {policy: 'no:X'}}", "policy 'no:X' cannot be imp"),
         ("args:", "args:\n      registry: {artifact_schemes: [S3]}", "artifact_schemes"),
     ],

@@ -39,7 +39,7 @@ async def add_base(request: Request) -> Response:
         if first["type"] == "json_invalid":
             raise json_error(first["ctx"]["error"]) from None
         field = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequestError(in_words(error), field) from None
+        raise InvalidRequestError(in_words(error, schema=ModelArgs), field) from None
     check_name(model.name)
     try:
         check_added(model)

@@ -43,5 +43,6 @@ from serve_app.config.tenancy import PriceArgs as PriceArgs
 from serve_app.config.tenancy import TenancyArgs as TenancyArgs
 from serve_app.config.values import close_match as close_match
 from serve_app.config.values import in_words as in_words
+from serve_app.config.values import schemas_of as schemas_of
 from serve_app.home import ADMIN_TOKEN as ADMIN_TOKEN
 from serve_app.home import default_home as default_home

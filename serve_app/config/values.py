@@ -187,9 +187,19 @@ def close_match(word: str, known: Collection[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def in_words(error: ValidationError, prefix: str = "") -> str:
+def schemas_of(annotation: object) -> list[type[BaseModel]]:
+    """Returns the schemas within a type such as `list[Schema] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [schema for part in get_args(annotation) for schema in schemas_of(part)]
+
+
+def in_words(
+    error: ValidationError, prefix: str = "", schema: type[BaseModel] | None = None
+) -> str:
     """Returns one sentence that names each wrong field by its path, and its value where that is a
-    number or one of a few words; other values may hold a secret."""
+    number or one of a few words; other values may hold a secret. `schema`: that was validated, for
+    the names that unknown fields probably mean."""
     found = []
     for one in error.errors():
         where = prefix + ".".join(str(part) for part in one["loc"])
@@ -200,8 +210,20 @@ def in_words(error: ValidationError, prefix: str = "") -> str:
             words += f", got {ascii(value)[:80]}"
         if one["type"] == "literal_error" and isinstance(value, str):
             words += close_match(value[:80], _QUOTED.findall(one["ctx"]["expected"]))
+        if one["type"] == "extra_forbidden" and schema is not None:
+            words += close_match(str(one["loc"][-1])[:80], _known_fields(schema, one["loc"][:-1]))
         found.append(f"{where.rstrip('.')}: {words}")
     return "; ".join(found)
+
+
+def _known_fields(schema: type[BaseModel], place: tuple[int | str, ...]) -> Collection[str]:
+    """Returns the names of the fields at a place within a schema."""
+    schemas = [schema]
+    for part in place:
+        if isinstance(part, str):
+            within = [one.model_fields[part] for one in schemas if part in one.model_fields]
+            schemas = [inner for field in within for inner in schemas_of(field.annotation)]
+    return [name for one in schemas for name in one.model_fields]
 
 
 def _is_shown(error: Mapping[str, Any]) -> bool:

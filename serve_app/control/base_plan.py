@@ -129,7 +129,7 @@ def parse_setting(name: str, text: str) -> ModelArgs:
     try:
         model = ModelArgs.model_validate({**fields, "name": name})
     except ValidationError as error:
-        raise ValueError(in_words(error)[:_MAX_REASON_CHARS]) from None
+        raise ValueError(in_words(error, schema=ModelArgs)[:_MAX_REASON_CHARS]) from None
     except UnicodeEncodeError:
         raise ValueError("a string contains half of a surrogate pair") from None
     except Exception as error:  # a bug here must not affect other models

@@ -259,7 +259,7 @@ class Engine:
         """Removes the adapter from memory now unless it is in use; the next load brings it back."""
         self._check_known(digest)
         if self._adapters.is_pinned(digest):
-            raise AdapterInUseError(f"adapter {digest} is pinned")
+            raise AdapterInUseError(f"adapter {digest} is pinned: unpin it first")
         if count := self.scheduler.num_requests_of(digest):
             raise AdapterInUseError(f"adapter {digest} is in use by {count} requests")
         self.retire_adapter(digest)

@@ -201,7 +201,7 @@ class PacedEngine:
         if not self.has_adapter(digest):
             raise UnknownAdapterError(digest)
         if digest in self.pinned:
-            raise AdapterInUseError(f"adapter {digest} is pinned")
+            raise AdapterInUseError(f"adapter {digest} is pinned: unpin it first")
         if count := self._num_requests(digest):
             raise AdapterInUseError(f"adapter {digest} is in use by {count} requests")
         del self.loaded[digest]

@@ -145,7 +145,7 @@ def test_a_pin_is_kept_by_the_registry_and_follows_the_name(rig: Rig, client: ht
     refused = order(client, "pinned", "evict")
     assert refused.status_code == 409
     assert "'pinned'" in words(refused)
-    assert f"{first.digest} is pinned" in words(refused)
+    assert f"{first.digest} is pinned: unpin it first" in words(refused)
     add_version(rig, "pinned", 2)  # the highest version, which the name means now
     eventually(lambda: "pinned@2" in lines(client) and bool(place(client, "pinned@2")["pinned"]))
     eventually(lambda: tier(client, "pinned@1") == "disk")

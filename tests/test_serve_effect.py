@@ -184,6 +184,7 @@ def test_check_of_what_changes_nothing_fails(
     assert run("check", "tiny") == 1
     assert "is a base model" in capsys.readouterr().err
     assert run("check", "nobody") == 1
+    assert "'nobody'; loraplex models lists what is registered" in capsys.readouterr().err
     assert run("check", "noop", "--device", "abacus") == 1
 
 

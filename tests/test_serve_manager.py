@@ -13,6 +13,7 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Setting
+from registry.errors import NotFoundError
 from serve_app.config import EngineArgs, ModelArgs, PlatformArgs, RegistryArgs
 from serve_app.control import fleet
 from serve_app.control.base_admin import change_base
@@ -202,6 +203,15 @@ async def test_no_admin_call_changes_a_base_that_the_file_names_by_its_id(tmp_pa
         change = BaseChange(kind, "b")  # type: ignore[arg-type]
         with pytest.raises(ConflictError, match="configuration file"):
             await change_base(change, [BY_ID], with_id("{}"), registry, fleet)
+
+
+async def test_a_base_that_is_added_and_not_registered_names_the_command(tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path)
+    fleet = Fleet.__new__(Fleet)
+    change = BaseChange("add", "mine", "{}")
+    words = "'mine'; register it first: loraplex register base FOLDER --name mine"
+    with pytest.raises(NotFoundError, match=words):
+        await change_base(change, [], Catalog(), registry, fleet)
 
 
 def test_a_base_that_the_file_names_by_its_id_outlives_a_look_without_it() -> None:

@@ -92,7 +92,11 @@ async def _write(
         await asyncio.to_thread(registry.set_setting, name, SERVE, None)
         return
     parse_setting(name, change.setting)  # checked again here: no invalid setting may be written
-    catalog.resolve_base(name)
+    try:
+        catalog.resolve_base(name)
+    except NotFoundError as error:
+        remedy = f"register it first: loraplex register base FOLDER --name {name}"
+        raise NotFoundError(f"{error}; {remedy}") from None
     await asyncio.to_thread(registry.set_setting, name, SERVE, change.setting)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from engine.checks.effect import Device
 from engine.checks.effect_report import EffectReport
 from engine.checks.parity import check_parity
+from registry.errors import NotFoundError
 from serve_app.cli import effect
 from serve_app.cli.commands.common import Failure, console
 from serve_app.cli.commands.effect_table import print_effect
@@ -36,7 +37,10 @@ def check(
     if device not in _DEVICES:
         raise Failure(f"--device is {device!r}; it can be {', '.join(_DEVICES)}")
     registry = open_existing(RegistryArgs(tracking_uri=tracking_uri))
-    found = registry.snapshot().resolve(name)
+    try:
+        found = registry.snapshot().resolve(name)
+    except NotFoundError as error:
+        raise Failure(f"{error}; loraplex models lists what is registered") from None
     if found.adapter is None:
         raise Failure(f"{name!r} is a base model; check takes an adapter")
     adapter, base = found.adapter, found.base

@@ -98,3 +98,14 @@ def test_every_code_of_an_error_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "http_api.md").read_text()
     assert len(found) > 15
     assert [code for code in sorted(found) if f"`{code}`" not in page] == []
+
+
+def test_the_page_of_the_configuration_has_every_environment_variable() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    used = {
+        name
+        for folder in ("serve_app", "registry", "engine", "lora", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"LORAPLEX_[A-Z_]+[A-Z]", path.read_text())
+    }
+    assert {name for name in used if f"| `{name}` |" not in page} == set()

@@ -569,6 +569,17 @@ def _close_each(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
+@pytest.mark.parametrize("kind", [("base",), ("adapter", "--base", "tiny")])
+def test_a_folder_that_is_missing_is_not_called_a_file(
+    tmp_path: Path, kind: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name, words in (("model.gguf", "does not exist"), ("file", "is not a folder")):
+        path = tmp_path / name
+        assert run("register", kind[0], str(path), "--name", "mine", *kind[1:]) == 1
+        assert f"{path} {words}" in capsys.readouterr().err
+
+
 def test_doctor_fails_where_the_home_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

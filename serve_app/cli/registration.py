@@ -255,7 +255,8 @@ def _check_request(folder: Path, required: str, name: str, alias: str | None) ->
     if alias is not None:
         check_alias(alias)
     if not folder.is_dir():
-        raise RegistrationError(f"{folder} is not a folder")
+        words = "is not a folder" if folder.exists() else "does not exist"
+        raise RegistrationError(f"{folder} {words}")
     if not (folder / required).is_file():
         raise RegistrationError(f"{folder} holds no {required}")
 

@@ -55,6 +55,9 @@ ENVIRONMENT = """
 | `MLFLOW_TRACKING_URI` | The registry, if `registry.tracking_uri` is not set. By default SQLite in the home. |
 | `LORAPLEX_ARTIFACT_ROOT` | `registry.artifact_root` for commands that read no file. |
 | `LORAPLEX_ARTIFACT_SCHEMES` | `registry.artifact_schemes` for commands that read no file, separated by commas. |
+| `LORAPLEX_API_KEY` | The key that `loraplex chat`, `bench` and `models --url` send. |
+| `LORAPLEX_DATABASE_URL` | The database of keys, if `tenancy.database_url` is not set. |
+| `LORAPLEX_KEY_PEPPER` | The pepper of the hashes of keys, at least 32 characters. By default the file `key_pepper` in the home. |
 | `LORAPLEX_WEBHOOK_SECRET` | The secret with which an MLflow server signs its calls of `/v1/registry/webhook`. |
 | `LORAPLEX_LOG_FORMAT` | `text` or `json`; `loraplex serve --log-format` sets it. |
 | `LORAPLEX_FRONT_LIMITS` | `args.ingress` as JSON, for Serve's proxies; `loraplex serve` sets it. |

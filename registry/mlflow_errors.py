@@ -19,6 +19,7 @@ from mlflow.environment_variables import (
     MLFLOW_HTTP_REQUEST_BACKOFF_JITTER,
     MLFLOW_HTTP_REQUEST_MAX_RETRIES,
     MLFLOW_HTTP_REQUEST_TIMEOUT,
+    MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER,
 )
 from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils as mlflow_databases
@@ -66,13 +67,14 @@ _LOST_WRITES = (
 
 
 def configure(timeout_s: int, max_retries: int) -> None:
-    """Sets MLflow's HTTP limits: its default of 7 tries of 120 s would hang a poller for
-    minutes."""
+    """Sets MLflow's HTTP limits: its default of 7 tries of 120 s would hang a poller for minutes,
+    and a response's `Retry-After` for up to six hours."""
     settings = {
         MLFLOW_HTTP_REQUEST_TIMEOUT.name: timeout_s,
         MLFLOW_HTTP_REQUEST_MAX_RETRIES.name: max_retries,
         MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.name: 1,
         MLFLOW_HTTP_REQUEST_BACKOFF_JITTER.name: 0.5,
+        MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER.name: "false",
     }
     os.environ.update({name: str(value) for name, value in settings.items()})
     mlflow_databases.MAX_RETRY_COUNT = _OPEN_TRIES
@@ -128,8 +130,13 @@ def call(action: str, function: Callable[[], T]) -> T:
                 f"{action}: {error}; install it, or name an installed driver in the URI, "
                 "as in postgresql+psycopg2://"
             ) from error
-        except ValueError as error:  # a body that is not JSON, or JSON of another shape
-            raise RegistryUnavailableError(f"{action}: unreadable response: {error}") from error
+        except RegistryError:
+            raise
+        # MLflow wraps few errors: a body that is not JSON, JSON of another shape (protobuf's
+        # ParseError), a database of a newer release (alembic's CommandError).
+        except Exception as error:
+            words = f"{type(error).__name__}: {str(error)[:500]}"
+            raise RegistryUnavailableError(f"{action}: {words}") from error
         time.sleep(0.05 * 2**attempt * (1 + random.random()))
     raise AssertionError("unreachable: the last attempt returns or raises")
 

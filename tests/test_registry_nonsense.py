@@ -1,0 +1,109 @@
+"""A registry that answers with nonsense, or asks to be left alone: every call fails with an error
+of the registry's, and soon."""
+
+from __future__ import annotations
+
+import http.server
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from registry.cache import Cache
+from registry.client import Registry
+from registry.entities import AdapterVersion
+from registry.errors import RegistryUnavailableError
+from tests.registry_helpers import embedded_uri
+
+VERSION = AdapterVersion("pirate", 1, "a" * 64, "tiny", "b" * 64, 4, (), "mlflow-artifacts:/x")
+
+
+class Server:
+    """Answers every request in the same way."""
+
+    def __init__(self) -> None:
+        server = self
+        self.status, self.headers, self.body = 200, dict[str, str](), b""
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                self.send_response(server.status)
+                for name, value in server.headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(server.body)))
+                self.end_headers()
+                self.wfile.write(server.body)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self.http.server_port}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"<html>"),
+        (200, b"[]"),
+        (200, b'{"registered_models": 5, "model_version": 7}'),
+        (200, b'{"registered_models": [{"name": 5}], "model_version": {"name": 5}}'),
+        (200, b'{"registered_models": [{"creation_timestamp": "x"}], "model_version": 7}'),
+        (200, b"[" * 100_000),
+        (400, b'{"error_code": ["a"], "message": "b"}'),
+        (404, b'{"error_code": {}}'),
+        (500, b""),
+    ],
+)
+def test_nonsense_is_an_unavailable_registry(
+    server: Server, tmp_path: Path, status: int, body: bytes
+) -> None:
+    """A replica and the command line handle errors of the registry, and no others."""
+    server.status, server.headers, server.body = status, {}, body
+    registry = Registry(server.uri, timeout_s=10, max_retries=0)
+    with pytest.raises(RegistryUnavailableError):
+        registry.snapshot()
+    with pytest.raises(RegistryUnavailableError):
+        registry.fetch(VERSION, Cache(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_registry_cannot_send_its_reader_to_sleep(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """The poller reads one listing at a time: it would miss every change until then, and the
+    registry would count as up."""
+    slept: list[float] = []
+    server.status, server.headers, server.body = status, {"retry-after": "3600"}, b"later"
+    registry = Registry(server.uri, timeout_s=10, max_retries=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", slept.append)
+        with pytest.raises(RegistryUnavailableError):
+            registry.snapshot()
+    assert sum(slept) < 60
+
+
+def test_a_database_of_a_newer_release_is_unavailable(tmp_path: Path) -> None:
+    uri = embedded_uri(tmp_path)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = 'f00000000000'")
+        database.execute("DROP TABLE registered_model_aliases")
+    database.close()
+    with pytest.raises(RegistryUnavailableError, match="f00000000000"):
+        Registry(uri).snapshot()

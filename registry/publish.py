@@ -65,7 +65,10 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
             _replace_effect(store, row, publication.effect)
         if publication.alias not in row.aliases:
             _move_alias(store, publication, row.version, ExitStack())
-    return next(found for found in _rows(store, name) if found.version == row.version)
+    for found in _rows(store, name):
+        if found.version == row.version:
+            return found
+    raise RegistrationError(f"{name!r} version {row.version} was deleted while it was registered")
 
 
 def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRecord) -> None:
@@ -108,7 +111,8 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
             undo.callback(_quietly, "removing the name", lambda: _delete_if_empty(store, name))
         # Before the call: if only its response is lost, the version exists anyway.
         undo.callback(_quietly, "removing the version", lambda: _delete_made(store, name, model))
-        version = int(store.create_version(name, model, tags).version)
+        store.create_version(name, model, tags)
+        version = _only_made(store, name, model)
         # The lowest version with this content: an earlier one if another process was quicker.
         row = _find(_rows(store, name), publication)
         assert row is not None
@@ -217,6 +221,15 @@ def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
         logger.warning("%r has a version whose registration failed; delete it by hand", name)
         return
     store.discard(model)
+
+
+def _only_made(store: MlflowStore, name: str, model: LoggedModel) -> int:
+    """Returns the version with the files of this logged model. MLflow's client repeats a call whose
+    response was lost, so that there may be several: all but the first are deleted."""
+    first, *others = sorted(_made(store, name, model))
+    for version in others:
+        store.delete_version(name, version)
+    return first
 
 
 def _made(store: MlflowStore, name: str, model: LoggedModel) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from registry.cache import Cache
 from registry.errors import RegistryError, RegistryUnavailableError
 from registry.store import MlflowStore
 from tests.registry_helpers import embedded, register_adapter, register_base
@@ -53,6 +54,35 @@ def test_a_version_that_could_not_be_removed_keeps_its_files(
     (left,) = registry.snapshot().adapters
     files = Path(left.source.removeprefix("file://"))
     assert (files / "loraplex.json").is_file()
+
+
+def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The response is lost, and MLflow's client sends the call again."""
+
+    def call(*arguments: Any) -> Any:
+        method(*arguments)
+        return method(*arguments)
+
+    return call
+
+
+def test_a_version_whose_call_was_repeated_is_registered_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second version has the same files: removing it must remove neither the first version nor
+    the alias, of which the name would fall back to its highest version."""
+    registry = embedded(tmp_path)
+    register_base(registry, tmp_path)
+    register_adapter(registry, tmp_path, content=b"one")
+    register_adapter(registry, tmp_path, content=b"two", alias=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "create_version", repeated(MlflowStore.create_version))
+        new = register_adapter(registry, tmp_path, content=b"three")
+    assert (new.version, new.aliases) == (3, ("champion",))
+    catalog = registry.snapshot()
+    assert [one.version for one in catalog.adapters] == [1, 2, 3]
+    assert catalog.resolve("pirate").adapter == new
+    registry.fetch(new, Cache(tmp_path / "cache"))
 
 
 def _raise(*_: object) -> None:

@@ -1,4 +1,5 @@
-"""The file of an embedded SQLite store: its creation, and the detection of writes in microseconds.
+"""The file of an embedded SQLite store: its creation, its replacement by another file, and the
+detection of writes in microseconds.
 
 MLflow needs 1.3 s of a core to list 1,000 adapters of two versions each, and a server looks every
 two seconds. The detection is independent of MLflow's tables.
@@ -10,6 +11,7 @@ import fcntl
 import os
 import shutil
 import sqlite3
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +19,41 @@ from threading import Lock
 from urllib.parse import unquote, urlsplit
 
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import ArgumentError
 
-from registry.errors import RegistryError
+from registry.errors import RegistryError, RegistryUnavailableError
 from registry.sqlite_uri import sqlite_uri
 
 Marker = tuple[int, int, int]
 
 _BUSY_S = 0.2
 _IN_MEMORY = ":memory:"
+
+
+class OpenedFile:
+    """The file that the connections of an open store belong to."""
+
+    def __init__(self, file: Path, engines: Sequence[Engine]) -> None:
+        """`file` exists."""
+        self._file = file
+        self._engines = engines
+        self._lock = Lock()
+        self._opened = _identity(file)
+
+    def follow(self) -> None:
+        """Has the next calls open the file anew if another file has its name, such as a restored
+        backup: the pooled connections would read the former file for ever. Raises
+        RegistryUnavailableError if there is none: SQLite would create an empty file."""
+        try:
+            found = _identity(self._file)
+        except FileNotFoundError:
+            raise RegistryUnavailableError(f"{self._file} is gone") from None
+        with self._lock:
+            if found != self._opened:
+                for engine in self._engines:
+                    engine.dispose()
+                self._opened = found
 
 
 class ChangeProbe:
@@ -47,8 +74,7 @@ class ChangeProbe:
                 return None
 
     def _read(self) -> Marker:
-        found = self._database.stat()
-        file = (found.st_dev, found.st_ino)
+        file = _identity(self._database)
         if self._connection is None or file != self._file:  # the first time, or a new database
             self.close()
             self._connection = sqlite3.connect(
@@ -66,6 +92,11 @@ class ChangeProbe:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_dev, found.st_ino
 
 
 def sqlite_file(tracking_uri: str) -> Path:

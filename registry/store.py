@@ -21,12 +21,13 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.store.entities.paged_list import PagedList
+from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as SqlAlchemyModelStore
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
 from registry.mlflow_errors import call, configure, with_time_limits
 from registry.sources import ArtifactSources
-from registry.sqlite_database import ChangeProbe, Marker, create_sqlite, sqlite_file
+from registry.sqlite_database import ChangeProbe, Marker, OpenedFile, create_sqlite, sqlite_file
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class MlflowStore:
         self._known_models: Collection[Hashable] = ()  # names, as last listed
         self._known_versions: Collection[Hashable] = ()
         self._probe: ChangeProbe | None = None
+        self._opened: OpenedFile | None = None  # the file of an SQLite store that is open
         if tracking_uri.startswith("sqlite:"):
             sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
             self._probe = ChangeProbe(sqlite_file(tracking_uri))
@@ -294,7 +296,11 @@ class MlflowStore:
             root = self._artifact_root.absolute().as_uri()
             if self._probe is not None:
                 create_sqlite(self.tracking_uri, root)
-            SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
+            store = SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
+            if self._probe is not None and (file := sqlite_file(self.tracking_uri)).exists():
+                # MLflow's stores of one URI share an engine.
+                models = SqlAlchemyModelStore(uri)  # type: ignore[no-untyped-call]
+                self._opened = OpenedFile(file, (store.engine, models.engine))
         return MlflowClient(uri, uri)
 
     def _experiment_id(self) -> str:
@@ -338,6 +344,8 @@ class MlflowStore:
             yield page
 
     def _call(self, action: str, function: Callable[[], T]) -> T:
+        if self._opened is not None:
+            self._opened.follow()
         return call(f"MLflow at {shown_uri(self.tracking_uri)}, {action}", function)
 
 

@@ -336,6 +336,19 @@ async def test_a_promotion_that_broke_off_can_be_given_again(desk: Make) -> None
     assert made.setting("canary_weight") is None
 
 
+@pytest.mark.parametrize("kind", ["start", "promote"])
+async def test_a_version_that_cannot_be_served_is_neither_started_nor_promoted(
+    desk: Make, kind: Literal["start", "promote"]
+) -> None:
+    """After a restart the promoted name would be refused."""
+    bad = replace(adapter(2, "canary"), effect="refused", refused="its rank is too high")
+    made = desk(catalog(STABLE, bad, canary_weight="0"))
+    before = made.registry.snapshot()
+    with pytest.raises(InvalidRequestError, match="version: 2 cannot be served: its rank"):
+        await made.change(kind, 2, 0.3 if kind == "start" else None)
+    assert made.registry.snapshot() == before
+
+
 async def test_an_abort_ends_canary_and_shadow(desk: Make) -> None:
     both = adapter(2, "canary", "shadow")
     made = desk(catalog(STABLE, both, canary_weight="0.3", shadow_weight="0.1"))

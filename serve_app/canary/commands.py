@@ -55,6 +55,7 @@ class CanaryCommand:
             raise InvalidRequestError(
                 f"version: {name!r} resolves to {found.version} already.", "version"
             )
+        _check_served(found)
         if shadow_weight is not None:
             self._set_arm(found, SHADOW, SHADOW_WEIGHT, shadow_weight)
         if weight is not None:
@@ -85,6 +86,7 @@ class CanaryCommand:
                 f"version: {found.version} was rolled back ({reason}); start it again first.",
                 "version",
             )
+        _check_served(found)
         default = self.catalog.default_aliases.of(found)
         self.registry.set_alias(name, default, found.version)
         self._clear(CANARY_WEIGHT, ROLLED_BACK)
@@ -169,6 +171,15 @@ def _begin(name: str) -> str:
 def _check_share(field: str, share: float | None) -> None:
     if share is not None and parse_weight(str(share)) is None:
         raise InvalidRequestError(f"{field}: must lie in [0, 1], got {share}.", field)
+
+
+def _check_served(version: AdapterVersion) -> None:
+    """Raises InvalidRequestError for a version that a check has refused since it was registered:
+    the name would stay at the version before until a restart, and be refused after that."""
+    if version.refused:
+        raise InvalidRequestError(
+            f"version: {version.version} cannot be served: {version.refused}.", "version"
+        )
 
 
 def _rollback_reason(rolled_back: str | None, version: int) -> str | None:

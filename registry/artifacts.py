@@ -11,8 +11,9 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +27,10 @@ from requests import Response
 from registry.errors import ArtifactError, NotFoundError
 from registry.manifest import CHUNK_BYTES, MAX_LISTED, is_plain_path
 from registry.mlflow_errors import call
+
+# A server may need this long for a file, and a second more for each so many bytes.
+_PATIENCE_S = 60.0
+_SLOWEST_BYTES_PER_S = 32 * 1024
 
 
 def download(repository: ArtifactRepository, path: str, target: Path, *, max_bytes: int) -> None:
@@ -101,7 +106,35 @@ def _stream(repository: HttpArtifactRepository, path: str, target: Path, max_byt
         if response.status_code == 404:
             raise ArtifactError(f"{path} is missing in the store")
         response.raise_for_status()
-        _write(response.iter_content(CHUNK_BYTES), path, target, max_bytes)
+        with _cut_if_late(response, path, _PATIENCE_S + max_bytes / _SLOWEST_BYTES_PER_S):
+            _write(response.iter_content(CHUNK_BYTES), path, target, max_bytes)
+
+
+@contextmanager
+def _cut_if_late(response: Response, path: str, limit_s: float) -> Iterator[None]:
+    """Ends the response after `limit_s`, with a TimeoutError: a server that sends a byte now and
+    then exceeds no time-out of the client's, and would hold its reader for ever."""
+    is_late = threading.Event()
+
+    def cut() -> None:
+        is_late.set()
+        with suppress(Exception):  # it has just ended
+            response.raw.shutdown()
+
+    timer = threading.Timer(limit_s, cut)
+    timer.daemon = True
+    timer.start()
+    late = TimeoutError(f"{path} was not sent within {limit_s:.0f} s")
+    try:
+        yield
+    except OSError as error:
+        if is_late.is_set():
+            raise late from error
+        raise
+    finally:
+        timer.cancel()
+    if is_late.is_set():  # the end of a response without a length is no error
+        raise late
 
 
 def _download_with_mlflow(

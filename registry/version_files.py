@@ -14,7 +14,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from registry import listing, plain_mlflow
 from registry.artifacts import download, try_link
 from registry.entities import AdapterVersion, BaseVersion, FileEntry, Manifest
-from registry.errors import ArtifactError, RegistrationError
+from registry.errors import ArtifactError, NotFoundError, RegistrationError
 from registry.flavor import DATA
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
@@ -38,7 +38,12 @@ class VersionFiles:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        return dict(self.store.version(self.version.name, self.version.version).tags)
+        """Raises NotFoundError if the model was deleted and created again: then another version has
+        the number. Its files are not this digest's, which is not bad for that."""
+        tags = dict(self.store.version(self.version.name, self.version.version).tags)
+        if tags.get(listing.DIGEST, self.version.digest) != self.version.digest:
+            raise NotFoundError(f"{self} was deleted and created again with other files")
+        return tags
 
     @cached_property
     def untagged(self) -> plain_mlflow.PlainAdapter | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
-from registry import listing
+from registry import artifacts, listing
 from registry.artifacts import download, list_files, try_link
 from registry.cache import Cache
 from registry.client import Registry
@@ -26,10 +27,12 @@ from registry.errors import (
     ArtifactError,
     CacheFullError,
     DigestMismatchError,
+    NotFoundError,
     QuarantinedError,
     RegistryUnavailableError,
 )
 from registry.manifest import MAX_ADAPTER_BYTES, MAX_FILES, check_sizes, parse_manifest
+from registry.quarantine import Quarantine
 from serve_app.control.cached_registry import CachedRegistry
 from tests.registry_helpers import (
     adapter_folder,
@@ -153,6 +156,8 @@ class Liar(BaseHTTPRequestHandler):
             self.wfile.write(b"x" * 20)
         elif name == "endless":
             self._send_for_ever()
+        elif name == "dripping":
+            self._drip()
         else:
             self.wfile.write(b"a%20b" if name == "a%20b" else b"fine")
 
@@ -162,6 +167,12 @@ class Liar(BaseHTTPRequestHandler):
                 Liar.sent += self.wfile.write(b"x" * 65536)
         except OSError:
             pass
+
+    def _drip(self) -> None:
+        with suppress(OSError):
+            for _ in range(3000):
+                self.wfile.write(b"x")
+                time.sleep(0.01)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -194,6 +205,15 @@ def test_server_that_sends_for_ever_is_cut_off(tmp_path: Path) -> None:
             with pytest.raises(RegistryUnavailableError):
                 fetched(repository, path, tmp_path)
     assert Liar.sent < 100_000_000
+
+
+def test_server_that_drips_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It exceeds no time-out, and four such files would keep an engine from all its downloads."""
+    Registry(embedded_uri(tmp_path / "home"), timeout_s=5, max_retries=0)  # MLflow's settings
+    monkeypatch.setattr(artifacts, "_PATIENCE_S", 0.2)
+    words = "dripping was not sent within"
+    with liar() as repository, pytest.raises(RegistryUnavailableError, match=words):
+        fetched(repository, "dripping", tmp_path, max_bytes=5000)
 
 
 MANIFESTS = {
@@ -282,6 +302,22 @@ def test_bad_version_is_quarantined_and_the_next_version_is_not(tmp_path: Path) 
     second = register_adapter(registry, tmp_path, content=b"second")
     assert serving.snapshot().resolve("pirate").adapter == second
     assert serving.fetch(second).name == second.digest
+
+
+def test_a_version_that_was_made_again_condemns_no_files(tmp_path: Path) -> None:
+    """An ingress with an older view asks for the former files, which may come back."""
+    registry = embedded(tmp_path / "home")
+    register_base(registry, tmp_path)
+    first = register_adapter(registry, tmp_path, content=b"first")
+    registry._store.delete_model("pirate")
+    register_adapter(registry, tmp_path, content=b"second")
+    cache = Cache(tmp_path / "cache", quarantine=Quarantine())
+    with pytest.raises(NotFoundError, match="created again with other files"):
+        registry.fetch(first, cache)
+    registry._store.delete_model("pirate")
+    again = register_adapter(registry, tmp_path / "again", content=b"first")
+    assert again.digest == first.digest
+    registry.fetch(again, cache)
 
 
 def test_limit_of_the_config_reaches_the_cache(tmp_path: Path) -> None:

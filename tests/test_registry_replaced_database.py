@@ -57,7 +57,7 @@ def _champion(registry: Registry) -> int:
 
 
 def _restore(backup: Path, database: Path) -> None:
-    """As a restore does: the file appears under its name by a rename."""
+    """Replaces the file by a rename, as a restore does."""
     fresh = database.with_name("restored.db")
     shutil.copy(backup, fresh)
     fresh.rename(database)

@@ -340,7 +340,7 @@ async def test_a_promotion_that_broke_off_can_be_given_again(desk: Make) -> None
 async def test_a_version_that_cannot_be_served_is_neither_started_nor_promoted(
     desk: Make, kind: Literal["start", "promote"]
 ) -> None:
-    """After a restart the promoted name would be refused."""
+    """The promoted name would be refused after a restart."""
     bad = replace(adapter(2, "canary"), effect="refused", refused="its rank is too high")
     made = desk(catalog(STABLE, bad, canary_weight="0"))
     before = made.registry.snapshot()

@@ -131,6 +131,27 @@ async def test_a_flood_of_wakes_is_no_flood_of_looks() -> None:
         assert loop.time() - began_s > 3.9 * module.MIN_PAUSE_S
 
 
+async def test_a_read_that_never_ends_is_a_registry_that_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sockets may receive a byte now and then; nobody would notice that changes are missed."""
+    monkeypatch.setattr(module, "_SILENT_S", 0.05)
+    store = Store()
+    async with watching(store) as watcher:
+        await until(lambda: watcher.catalog is not None)
+        store.held.clear()
+        watcher.wake()
+        await until(lambda: watcher.error is not None)
+        assert watcher.error is not None
+        assert "no answer" in watcher.error
+        assert metrics(watcher.metrics(0.0))["loraplex_registry_up"] == 0
+        assert watcher.catalog == catalog(1)
+        store.content = catalog(2)
+        store.held.set()
+        await until(lambda: watcher.catalog == catalog(2))
+        assert watcher.error is None
+
+
 async def test_while_the_registry_is_down_the_last_catalog_stays() -> None:
     store = Store()
     async with watching(store, 0.01) as watcher:

@@ -22,7 +22,7 @@ from registry.events import KINDS, Change, changes
 from serve_app.config import WEBHOOK_SECRET, secret
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.platform_view import RegistryReader
-from serve_app.tasks import spawn
+from serve_app.tasks import share, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ _MAX_BACKOFF_S = 30.0
 _WEBHOOK_RETRY_S = 60.0
 # Time for a first answer of the registry, once it is open; then the stored catalog is used.
 REGISTRY_WAIT_S = 5.0
+_SILENT_S = 60.0  # of a read; listing many thousand versions takes seconds
 _RETRY_S = 30.0  # after a catalog that could not be written
 _SHOWN_CHANGES = 20  # logged of one snapshot
 
@@ -105,7 +106,7 @@ class Watcher:
         began_s = time.monotonic()
         loop_began_s = asyncio.get_running_loop().time()
         try:
-            fresh = await asyncio.to_thread(self._read)
+            fresh = await self._answer()
         except RegistryError as error:
             self._fail(str(error))
         except Exception as error:  # a bug here or in MLflow must not end the watch
@@ -118,6 +119,18 @@ class Watcher:
                 self._succeed(fresh)
             except Exception:  # the catalog is stored, and the next read follows
                 logger.exception("publishing the registry's changes failed")
+
+    async def _answer(self) -> Catalog:
+        """Reads the registry. Without an answer for long it counts as down, though the read goes
+        on: a server that sends a byte now and then exceeds no time-out."""
+        reading = share(asyncio.to_thread(self._read), "read-registry")
+        try:
+            done, _ = await asyncio.wait((reading,), timeout=_SILENT_S)
+            if not done:
+                self._fail(f"no answer for {_SILENT_S:g} s")
+            return await reading
+        finally:
+            reading.cancel()
 
     def _fail(self, error: str) -> None:
         self._num_failures += 1

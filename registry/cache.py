@@ -62,8 +62,7 @@ class Cache:
         """`leaves_room`: without `max_bytes` the limit is a share of the disk's present free
         bytes."""
         self.root = root
-        for name in ("blobs", "trees", "notes", "manifests", "locks", "tmp"):
-            (root / name).mkdir(parents=True, exist_ok=True)
+        self._make_folders()
         self._locks = Locks(root / "locks")
         self._quota = Quota(root, self._locks, max_bytes)
         if max_bytes is None and leaves_room:
@@ -94,6 +93,7 @@ class Cache:
         name = _tree_name(digest, manifest, wanted)
         path = self.root / "trees" / name
         with disk_errors():
+            self._make_folders()
             self._hold(name)
             try:
                 if is_untouched(self._note(name), path, wanted):
@@ -133,6 +133,8 @@ class Cache:
         manifest = self.manifest(digest)
         if manifest is not None:
             return manifest
+        with disk_errors():
+            self._make_folders()
         with disk_errors(), self._quarantining(digest):
             manifest = read()
             _check_digest(manifest, digest)
@@ -144,13 +146,15 @@ class Cache:
         manifest = self.manifest(digest)
         if manifest is None:
             return True  # there is no tree
-        with self._locks.held(fetch_lock(digest), EXCLUSIVE):
+        with disk_errors(), self._locks.held(fetch_lock(digest), EXCLUSIVE):
             trees = [p for p in (self.root / "trees").iterdir() if digest_of(p.name) == digest]
             corrupt = [tree for tree in trees if self._discard_if_corrupt(tree, manifest)]
         return not corrupt
 
     def digests(self) -> frozenset[str]:
-        return frozenset(digest_of(path.name) for path in (self.root / "trees").iterdir())
+        with disk_errors():
+            self._make_folders()
+            return frozenset(digest_of(path.name) for path in (self.root / "trees").iterdir())
 
     def size_bytes(self) -> int:
         """Returns the bytes of all blobs, each counted once however many trees have it."""
@@ -167,6 +171,8 @@ class Cache:
 
     def stats(self) -> CacheStats:
         """Walks the folder, so it belongs into a thread."""
+        with disk_errors():
+            self._make_folders()
         quarantined = 0 if self._quarantine is None else len(self._quarantine.verdicts())
         own_bytes = self._quota.own_bytes()
         with self._mutex:
@@ -184,11 +190,19 @@ class Cache:
         """Locks a tree, and sets its time of last use, which is its lock file's time."""
         with self._mutex:
             descriptor, holders = self._held.get(name, (None, 0))
+            if descriptor is not None and not os.fstat(descriptor).st_nlink:
+                os.close(descriptor)  # its file was removed: others lock another file
+                descriptor = None
             if descriptor is None:  # waits for an eviction at most: milliseconds
                 descriptor = self._locks.acquire(name, SHARED)
                 assert descriptor is not None
             self._held[name] = (descriptor, holders + 1)
             os.utime(descriptor)
+
+    def _make_folders(self) -> None:
+        """Makes missing folders, at every use: a user may remove the cache's folder at any time."""
+        for name in ("blobs", "trees", "notes", "manifests", "locks", "tmp"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
 
     def _find_or_build(self, path: Path, fill: CacheFill) -> None:
         with self._quarantining(fill.digest):

@@ -10,7 +10,8 @@ RegistryError
 |- QuarantinedError          the version was bad a short time ago; with the reason
 |- RegistryUnavailableError  MLflow cannot be reached or returns nonsense; the last catalog stays
 |  `- NoAnswerError          its server does not answer
-`- CacheFullError            no space left for a local copy
+|- CacheFullError            no space left for a local copy
+`- CacheFailedError          the disk of the local copies fails, or is read-only
 """
 
 from __future__ import annotations
@@ -63,4 +64,8 @@ class NoAnswerError(RegistryUnavailableError):
 
 
 class CacheFullError(RegistryError):
+    pass
+
+
+class CacheFailedError(RegistryError):
     pass

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from registry.entities import FileEntry, Manifest
-from registry.errors import CacheFullError
+from registry.errors import CacheFailedError, CacheFullError
 from registry.manifest import hash_file
 
 # EFBIG: larger than the file system or the process's limit allows.
@@ -30,7 +30,7 @@ def disk_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_SPACE:
             raise CacheFullError(f"no space left for a local copy: {error}") from error
-        raise
+        raise CacheFailedError(f"the disk of the local copies fails: {error}") from error
 
 
 def sync(path: Path) -> None:

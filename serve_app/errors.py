@@ -35,6 +35,7 @@ from engine.errors import (
 )
 from registry.errors import (
     ArtifactError,
+    CacheFailedError,
     CacheFullError,
     DigestMismatchError,
     InvalidNameError,
@@ -234,6 +235,11 @@ _TABLE: Mapping[type[BaseException], _ErrorRow] = {
         "cache_full",
         retry_after_s=30,
         message="The disk cache has no space for the model's files.",
+    ),
+    CacheFailedError: _unavailable(
+        "cache_failed",
+        retry_after_s=30,
+        message="The disk cache of the model's files fails.",
     ),
     DigestMismatchError: _bad_files(
         "digest_mismatch", message="The model's files differ from their registered digest."

@@ -4,6 +4,7 @@ file system; no half of a tree is ever visible.
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from registry.cache import Cache
 from registry.entities import content_digest
-from registry.errors import CacheFullError, DigestMismatchError, QuarantinedError
+from registry.errors import CacheFailedError, CacheFullError, DigestMismatchError, QuarantinedError
 from registry.quarantine import FolderQuarantine
 from tests.cache_helpers import (
     FarSide,
@@ -272,6 +273,41 @@ def test_bad_files_are_fetched_once_however_many_wait(tmp_path: Path) -> None:
     cache = new_cache()
     assert fetched_again(cache) == ["adapter_model.safetensors"]  # repaired in the store
     assert cache.stats().num_quarantined == 0
+
+
+@pytest.mark.parametrize("lost", [".", "blobs", "trees", "notes", "manifests", "locks", "tmp"])
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, lost: str) -> None:
+    """Users free a disk by hand while a server runs."""
+    cache = Cache(tmp_path / "cache")
+    get(cache, "a")
+    shutil.rmtree(tmp_path / "cache" / lost)
+    assert cache.digests() <= {digest_of("a")}
+    assert cache.stats().num_quarantined == 0
+    for name in ("a", "b"):
+        assert is_right(get(cache, name), name)
+
+
+def test_a_tree_is_held_though_its_lock_was_removed(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    get(cache, "a")
+    shutil.rmtree(tmp_path / "cache")
+    again = get(cache, "a")
+    with pytest.raises(CacheFullError):  # others see that the files are in use
+        get(Cache(tmp_path / "cache", max_bytes=1500), "b")
+    assert is_right(again, "a")
+
+
+def test_a_disk_that_fails_is_an_error_of_the_registry(tmp_path: Path) -> None:
+    """Clients get 503, and other replicas a try; an OSError would be a fault of the server."""
+    cache = Cache(tmp_path, quarantine=FolderQuarantine(tmp_path / "q"))
+    get(cache, "a")
+    for name in ("locks", "trees"):
+        (tmp_path / name).rename(tmp_path / f"{name}.gone")
+        (tmp_path / name).touch()
+    with pytest.raises(CacheFailedError):
+        get(cache, "b")
+    with pytest.raises(CacheFailedError):
+        cache.digests()
 
 
 def test_a_network_or_a_disk_that_fails_condemns_nobody(tmp_path: Path) -> None:

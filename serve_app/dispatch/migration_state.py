@@ -13,7 +13,7 @@ import random
 import time
 
 from engine.errors import EngineDeadError, UnknownAdapterError
-from registry.errors import CacheFullError, RegistryUnavailableError
+from registry.errors import CacheFailedError, CacheFullError, RegistryUnavailableError
 from serve_app.dispatch.attempt import Attempt, CallCancelledError, UnconnectedError
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.migrations import Migrations, ReplicaLeavesError, SilentEngineError
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 # Refusals of another replica that may pass.
-_TRANSIENT = (UnknownAdapterError, RegistryUnavailableError, CacheFullError)
+_TRANSIENT = (UnknownAdapterError, RegistryUnavailableError, CacheFullError, CacheFailedError)
 
 
 class NotAcceptedError(EngineDeadError):

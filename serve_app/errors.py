@@ -42,6 +42,7 @@ from registry.errors import (
     NotFoundError,
     QuarantinedError,
     RegistrationError,
+    RegistryError,
     RegistryUnavailableError,
 )
 
@@ -222,6 +223,12 @@ _TABLE: Mapping[type[BaseException], _ErrorRow] = {
     UnservableError: _unavailable("unavailable", should_retry=False),
     RegistryUnavailableError: _unavailable(
         "registry_unavailable", retry_after_s=5, message="The model registry is unreachable."
+    ),
+    # Such as credentials that have expired: an operator's fault, not this server's.
+    RegistryError: _unavailable(
+        "registry_unavailable",
+        retry_after_s=30,
+        message="The model registry refuses this server's request.",
     ),
     # Loaded when the request was routed, evicted when it arrived: a retry loads it again.
     UnknownAdapterError: _unavailable(

@@ -18,7 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import ArtifactError, QuarantinedError, RegistryUnavailableError
+from registry.errors import (
+    ArtifactError,
+    CacheFailedError,
+    QuarantinedError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 from serve_app.admission.tenants import Tenants
 from serve_app.api.ingress import ConcurrencyLimitMiddleware, MetricsMiddleware, build_asgi
 from serve_app.api.model_list import ModelList
@@ -533,6 +539,8 @@ async def test_an_answer_to_its_end_is_no_client_that_left() -> None:
         (OverloadedError("m"), 429, "true"),
         (ServiceUnavailableError("m"), 503, "true"),
         (RegistryUnavailableError("m"), 503, "true"),
+        (RegistryError("403 Client Error"), 503, "true"),
+        (CacheFailedError("m"), 503, "true"),
         (EngineGoneError("m", "e"), 503, "true"),
         (ApiError(408, "m"), 408, "true"),
         (ApiError(400, "m"), 400, "false"),

@@ -12,7 +12,7 @@ import pytest
 
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import NotFoundError
+from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.base_admin import change_base
@@ -131,6 +131,27 @@ async def test_an_undone_load_takes_nothing_back_from_who_moved_the_name_on(
     # Another manager, which has no record of the earlier version of the name.
     await AdapterAdmin(lambda: loads.registry, loads.look).change(undo)
     assert loads.meaning("x").version == 2
+
+
+@pytest.mark.parametrize("then", ["load", "unload"])
+async def test_a_load_that_could_not_be_marked_can_be_given_again_or_unloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """The registry went away after the registration; the name is served all the same."""
+
+    def away(*_: object) -> None:
+        raise RegistryUnavailableError("away")
+
+    loads = Loads(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderRegistry, "set_setting", away)
+        with pytest.raises(RegistryUnavailableError):
+            await loads.load("one")
+    if then == "load":
+        await loads.load("one")
+        assert loads.look().setting("x", "runtime") == "loaded"
+    await loads.admin.change(AdapterChange("unload", "x"))
+    assert loads.look().setting("x", "runtime") == "unloaded"
 
 
 async def test_an_undone_load_leaves_a_name_broken_that_was_broken_before(

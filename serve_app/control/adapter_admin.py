@@ -13,7 +13,7 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import InvalidNameError, NameTakenError, NotFoundError
+from registry.errors import InvalidNameError, NameTakenError, NotFoundError, RegistrationError
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
 from serve_app.platform_view import RegistryReader
@@ -31,6 +31,8 @@ class AdapterAdmin:
         self._registering = asyncio.Lock()  # a check uses a core and reads the base's header
         # By name: the version that the last load registered, and the (alias, version) before it.
         self._loads: dict[str, tuple[int, tuple[str, int] | None]] = {}
+        # Names that a load has registered, or perhaps has, and not marked: the registry went away.
+        self._unmarked: set[str] = set()
 
     async def change(self, change: AdapterChange) -> AdapterVersion | None:
         """Carries out an order. Returns the version that the name means then, or None if it means
@@ -46,9 +48,11 @@ class AdapterAdmin:
         catalog = await asyncio.to_thread(self._read)
         adapter = _find(catalog, change.name)
         if change.kind == "unload":
-            if catalog.setting(change.name, RUNTIME) != LOADED:
+            is_loaded = catalog.setting(change.name, RUNTIME) == LOADED
+            if not is_loaded and change.name not in self._unmarked:
                 return adapter  # registered without `load`: it comes back at its next use
             await asyncio.to_thread(registry.set_setting, change.name, RUNTIME, UNLOADED)
+            self._unmarked.discard(change.name)
             return None
         value = "true" if change.kind == "pin" else None
         await asyncio.to_thread(registry.set_setting, change.name, PIN, value)
@@ -60,7 +64,8 @@ class AdapterAdmin:
         if name in catalog.default_bases():
             raise NameTakenError(f"{name!r} is a base model")
         is_loaded = catalog.setting(name, RUNTIME) == LOADED
-        if any(adapter.name == name for adapter in catalog.adapters):
+        is_known = any(adapter.name == name for adapter in catalog.adapters)
+        if is_known and name not in self._unmarked:
             if not change.may_replace:
                 raise NameTakenError(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the "
@@ -74,8 +79,15 @@ class AdapterAdmin:
         if not folder.is_absolute() or not _holds_adapter(folder):
             raise NotFoundError(f"Loading lora {name} failed: No adapter found for {folder}")
         alias = catalog.default_aliases.of_base(catalog.resolve_base(change.base).name)
-        await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
+        if not is_known:
+            self._unmarked.add(name)
+        try:
+            await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
+        except RegistrationError:
+            self._unmarked.discard(name)
+            raise
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
+        self._unmarked.discard(name)
         loaded = _find(await asyncio.to_thread(self._read), name)
         self._loads[name] = loaded.version, _default_of(catalog, name) if is_loaded else None
         return loaded

@@ -55,8 +55,9 @@ _PASSWORD = re.compile(r"(?<=://)([^\s/:@]*):[^\s/@]*@")  # of a URI in a text, 
 _LIBPQ_SCHEMES = frozenset({"postgresql", "postgresql+psycopg2", "postgresql+psycopg"})
 _STATEMENT_TIMEOUTS = 3  # a listing of many thousand versions lasts seconds
 _OPEN_TRIES = 4  # attempts to open a database, 1.1 s in all; MLflow's 10 would sleep for 100 s
-# SQLite itself waits 5 s for a lock; a lost upgrade fails at once and is tried again.
+# MLflow has SQLite wait 20 s for a lock; a lost upgrade fails at once and is tried again.
 _WRITE_TRIES = 6
+_TRIES_END_S = 10.0  # no try begins later
 # The messages of a write that lost against the same write of another process: MLflow sets an alias
 # or a tag by looking for it and then inserting it.
 _LOST_WRITES = (
@@ -108,6 +109,7 @@ def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
 
 def call(action: str, function: Callable[[], T]) -> T:
     """Runs an MLflow call; retries it a few times if the write of another process came first."""
+    began_s = time.monotonic()
     for attempt in range(_WRITE_TRIES):
         try:
             return function()
@@ -115,7 +117,8 @@ def call(action: str, function: Callable[[], T]) -> T:
             has_lost = error.error_code != "RESOURCE_ALREADY_EXISTS" and any(
                 words in str(error) for words in _LOST_WRITES
             )
-            if not has_lost or attempt == _WRITE_TRIES - 1:
+            is_over = time.monotonic() - began_s > _TRIES_END_S or attempt == _WRITE_TRIES - 1
+            if not has_lost or is_over:
                 raise _translated(action, error) from error
         except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
             raise RegistryUnavailableError(f"{action}: {_first_line(error)}") from error

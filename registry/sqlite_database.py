@@ -47,8 +47,8 @@ class OpenedFile:
         RegistryUnavailableError if there is none: SQLite would create an empty file."""
         try:
             found = _identity(self._file)
-        except FileNotFoundError:
-            raise RegistryUnavailableError(f"{self._file} is gone") from None
+        except OSError as error:
+            raise RegistryUnavailableError(f"{self._file} is gone: {error.strerror}") from None
         with self._lock:
             if found != self._opened:
                 for engine in self._engines:

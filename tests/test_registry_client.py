@@ -262,7 +262,8 @@ def test_a_write_that_came_second_is_tried_again_but_not_for_ever(
 ) -> None:
     tries: list[int] = []
     pauses: list[float] = []
-    monkeypatch.setattr(mlflow_errors, "time", SimpleNamespace(sleep=pauses.append))
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: 0.0)
+    monkeypatch.setattr(mlflow_errors, "time", clock)
 
     def locked_until(success: int) -> str:
         tries.append(1)
@@ -277,6 +278,23 @@ def test_a_write_that_came_second_is_tried_again_but_not_for_ever(
     assert len(pauses) == 2 + 5
     assert 0.05 <= pauses[0] <= 0.1
     assert 0.8 <= pauses[-1] <= 1.6
+
+
+def test_a_database_that_stays_locked_is_not_waited_for_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each try waits 20 s: six of them would keep the poller for two minutes."""
+    now_s = [0.0]
+    clock = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: now_s[0])
+    monkeypatch.setattr(mlflow_errors, "time", clock)
+
+    def locked() -> None:
+        now_s[0] += 20
+        raise MlflowException("(sqlite3.OperationalError) database is locked")
+
+    with pytest.raises(RegistryUnavailableError, match="locked"):
+        call("listing", locked)
+    assert now_s == [20.0]
 
 
 def test_unknown_version_is_not_found(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def call(action: str, function: Callable[[], T]) -> T:
         # MLflow wraps few errors: a body that is not JSON, JSON of another shape (protobuf's
         # ParseError), a database of a newer release (alembic's CommandError).
         except Exception as error:
-            words = f"{type(error).__name__}: {str(error)[:500]}"
+            words = f"{type(error).__name__}: {_without_password(str(error))}"
             raise RegistryUnavailableError(f"{action}: {words}") from error
         time.sleep(0.05 * 2**attempt * (1 + random.random()))
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -157,7 +157,11 @@ def _translated(action: str, error: MlflowException) -> RegistryError:
 
 def _first_line(error: Exception) -> str:
     """Returns the first line of an error of MLflow's, which names the URI, without a password."""
-    return _PASSWORD.sub(r"\1@", str(error).splitlines()[0])[:500]
+    return _without_password(str(error).splitlines()[0])
+
+
+def _without_password(text: str) -> str:
+    return _PASSWORD.sub(r"\1@", text)[:500]
 
 
 def _no_answer(error: BaseException | None) -> str | None:

@@ -84,7 +84,8 @@ class AdapterAdmin:
         try:
             await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         except RegistrationError:
-            self._unmarked.discard(name)
+            if not is_known:  # nothing was registered
+                self._unmarked.discard(name)
             raise
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
         self._unmarked.discard(name)

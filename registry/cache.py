@@ -190,12 +190,14 @@ class Cache:
         """Locks a tree, and sets its time of last use, which is its lock file's time."""
         with self._mutex:
             descriptor, holders = self._held.get(name, (None, 0))
-            if descriptor is not None and not os.fstat(descriptor).st_nlink:
-                os.close(descriptor)  # its file was removed: others lock another file
-                descriptor = None
-            if descriptor is None:  # waits for an eviction at most: milliseconds
+            # A lock whose file was removed is no lock: others lock another file.
+            if descriptor is None or not os.fstat(descriptor).st_nlink:
+                stale = descriptor  # closed only after this: a failure leaves it to its holders
+                # Waits for an eviction at most: milliseconds.
                 descriptor = self._locks.acquire(name, SHARED)
                 assert descriptor is not None
+                if stale is not None:
+                    os.close(stale)
             self._held[name] = (descriptor, holders + 1)
             os.utime(descriptor)
 

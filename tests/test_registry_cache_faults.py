@@ -2,6 +2,7 @@
 file system; no half of a tree is ever visible.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from registry.cache import Cache
 from registry.entities import content_digest
 from registry.errors import CacheFailedError, CacheFullError, DigestMismatchError, QuarantinedError
+from registry.locks import Locks
 from registry.quarantine import FolderQuarantine
 from tests.cache_helpers import (
     FarSide,
@@ -295,6 +297,27 @@ def test_a_tree_is_held_though_its_lock_was_removed(tmp_path: Path) -> None:
     with pytest.raises(CacheFullError):  # others see that the files are in use
         get(Cache(tmp_path / "cache", max_bytes=1500), "b")
     assert is_right(again, "a")
+
+
+def test_a_lock_that_cannot_be_made_again_leaves_the_old_one_to_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that is closed twice is, the second time, that of another file."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = Cache(tmp_path / "cache")
+    held = get(cache, "a")
+    shutil.rmtree(tmp_path / "cache" / "locks")
+    with monkeypatch.context() as patch:
+        patch.setattr(Locks, "acquire", full)
+        with pytest.raises(CacheFullError):
+            get(cache, "a")
+    with (tmp_path / "another file").open("w") as file:
+        cache.release(held)
+        os.fstat(file.fileno())
+    assert is_right(get(cache, "a"), "a")
 
 
 def test_a_disk_that_fails_is_an_error_of_the_registry(tmp_path: Path) -> None:

@@ -35,11 +35,13 @@ class OpenedFile:
     """The file that the connections of an open store belong to."""
 
     def __init__(self, file: Path, engines: Sequence[Engine]) -> None:
-        """`file` exists."""
+        """`file` exists. The engines are closed once: MLflow keeps them for the process, so that
+        they may have connections to a former file, from a store that is no longer used."""
         self._file = file
         self._engines = engines
         self._lock = Lock()
         self._opened = _identity(file)
+        self._close()
 
     def follow(self) -> None:
         """Has the next calls open the file anew if another file has its name, such as a restored
@@ -51,9 +53,13 @@ class OpenedFile:
             raise RegistryUnavailableError(f"{self._file} is gone: {error.strerror}") from None
         with self._lock:
             if found != self._opened:
-                for engine in self._engines:
-                    engine.dispose()
+                self._close()
                 self._opened = found
+
+    def _close(self) -> None:
+        """Closes the pooled connections; those in use close when their calls end."""
+        for engine in self._engines:
+            engine.dispose()
 
 
 class ChangeProbe:

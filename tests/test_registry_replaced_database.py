@@ -50,6 +50,17 @@ def test_a_lost_database_is_unavailable_until_it_is_back(tmp_path: Path) -> None
     assert [base.name for base in registry.snapshot().bases] == ["tiny"]
 
 
+def test_a_database_that_was_replaced_between_two_registries_is_read(tmp_path: Path) -> None:
+    """MLflow keeps the connections of the first for the process."""
+    registry = embedded(tmp_path)
+    register_base(registry, tmp_path)
+    database, backup = tmp_path / "mlflow.db", tmp_path / "backup.db"
+    shutil.copy(database, backup)
+    register_adapter(registry, tmp_path)
+    _restore(backup, database)
+    assert Registry(f"sqlite:///{database}").snapshot().adapters == ()
+
+
 def _champion(registry: Registry) -> int:
     adapter = registry.snapshot().resolve("pirate").adapter
     assert adapter is not None

@@ -68,7 +68,7 @@ def publish(store: MlflowStore, publication: Publication, progress: Progress) ->
     for found in _rows(store, name):
         if found.version == row.version:
             return found
-    raise RegistrationError(f"{name!r} version {row.version} was deleted while it was registered")
+    raise _deleted(name, row.version)
 
 
 def attach_effect(store: MlflowStore, name: str, version: int, record: EffectRecord) -> None:
@@ -115,7 +115,8 @@ def _create(store: MlflowStore, publication: Publication, progress: Progress) ->
         version = _only_made(store, name, model)
         # The lowest version with this content: an earlier one if another process was quicker.
         row = _find(_rows(store, name), publication)
-        assert row is not None
+        if row is None:
+            raise _deleted(name, version)
         _move_alias(store, publication, row.version, undo)
         if row.version == version:
             undo.pop_all()
@@ -226,10 +227,17 @@ def _discard(store: MlflowStore, name: str, model: LoggedModel) -> None:
 def _only_made(store: MlflowStore, name: str, model: LoggedModel) -> int:
     """Returns the version with the files of this logged model. MLflow's client repeats a call whose
     response was lost, so that there may be several: all but the first are deleted."""
-    first, *others = sorted(_made(store, name, model))
-    for version in others:
+    made = sorted(_made(store, name, model))
+    if not made:
+        raise _deleted(name)
+    for version in made[1:]:
         store.delete_version(name, version)
-    return first
+    return made[0]
+
+
+def _deleted(name: str, version: int | None = None) -> RegistrationError:
+    which = "a version" if version is None else f"version {version}"
+    return RegistrationError(f"{name!r}: {which} was deleted while it was registered")
 
 
 def _made(store: MlflowStore, name: str, model: LoggedModel) -> list[int]:

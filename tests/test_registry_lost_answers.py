@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from registry import publish
 from registry.cache import Cache
-from registry.errors import RegistryError, RegistryUnavailableError
+from registry.errors import RegistrationError, RegistryError, RegistryUnavailableError
 from registry.store import MlflowStore
 from tests.registry_helpers import embedded, register_adapter, register_base
 
@@ -83,6 +84,30 @@ def test_a_version_whose_call_was_repeated_is_registered_once(
     assert [one.version for one in catalog.adapters] == [1, 2, 3]
     assert catalog.resolve("pirate").adapter == new
     registry.fetch(new, Cache(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("where", "step"), [(MlflowStore, "create_version"), (publish, "_only_made")]
+)
+def test_a_version_that_is_deleted_meanwhile_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: object, step: str
+) -> None:
+    """Another user may do so; the command line shows errors of the registry, and no others."""
+    registry = embedded(tmp_path)
+    register_base(registry, tmp_path)
+    method = getattr(where, step)
+
+    def deleted_after(store: MlflowStore, name: str, *rest: Any) -> Any:
+        answer = method(store, name, *rest)
+        store.delete_version(name, 1)
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, step, deleted_after)
+        with pytest.raises(RegistrationError, match="was deleted while it was registered"):
+            register_adapter(registry, tmp_path)
+    assert registry.snapshot().adapters == ()
+    assert register_adapter(registry, tmp_path / "again").version == 1
 
 
 def _raise(*_: object) -> None:

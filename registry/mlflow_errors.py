@@ -9,7 +9,9 @@ import logging
 import os
 import random
 import re
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -34,6 +36,8 @@ from registry.errors import (
     RegistryUnavailableError,
 )
 from registry.files import NO_SPACE
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -65,6 +69,7 @@ _LOST_WRITES = (
     "UNIQUE constraint failed",
     "duplicate key value violates unique constraint",
 )
+_logged: set[tuple[type[Exception], str, int]] = set()
 
 
 def configure(timeout_s: int, max_retries: int) -> None:
@@ -110,6 +115,7 @@ def with_time_limits(tracking_uri: str, timeout_s: int) -> str:
 def call(action: str, function: Callable[[], T]) -> T:
     """Runs an MLflow call; retries it a few times if the write of another process came first."""
     began_s = time.monotonic()
+    handled = sys.exception()  # by the caller, such as the failure that an undo follows
     for attempt in range(_WRITE_TRIES):
         try:
             return function()
@@ -119,11 +125,11 @@ def call(action: str, function: Callable[[], T]) -> T:
             )
             is_over = time.monotonic() - began_s > _TRIES_END_S or attempt == _WRITE_TRIES - 1
             if not has_lost or is_over:
-                raise _translated(action, error) from error
+                raise _translated(action, error, handled) from error
         except SQLAlchemyError as error:  # MLflow does not wrap them when it opens a store
             raise RegistryUnavailableError(f"{action}: {_first_line(error)}") from error
         except OSError as error:  # requests' exceptions are OSErrors too
-            if (why := _no_answer(error)) is not None:
+            if (why := _no_answer(error, handled)) is not None:
                 raise NoAnswerError(f"{action}: no answer ({why})") from error
             is_full = error.errno in NO_SPACE
             kind = CacheFullError if is_full else RegistryUnavailableError
@@ -138,14 +144,17 @@ def call(action: str, function: Callable[[], T]) -> T:
         # MLflow wraps few errors: a body that is not JSON, JSON of another shape (protobuf's
         # ParseError), a database of a newer release (alembic's CommandError).
         except Exception as error:
+            _log_once(action, error)
             words = f"{type(error).__name__}: {_without_password(str(error))}"
             raise RegistryUnavailableError(f"{action}: {words}") from error
         time.sleep(0.05 * 2**attempt * (1 + random.random()))
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _translated(action: str, error: MlflowException) -> RegistryError:
-    if (why := _no_answer(error)) is not None:
+def _translated(
+    action: str, error: MlflowException, handled: BaseException | None
+) -> RegistryError:
+    if (why := _no_answer(error, handled)) is not None:
         return NoAnswerError(f"{action}: no answer ({why})")
     text = f"{action}: {_first_line(error)}"
     if error.error_code == "RESOURCE_DOES_NOT_EXIST":
@@ -164,11 +173,21 @@ def _without_password(text: str) -> str:
     return _PASSWORD.sub(r"\1@", text)[:500]
 
 
-def _no_answer(error: BaseException | None) -> str | None:
+def _log_once(action: str, error: Exception) -> None:
+    """Logs an error that may be a bug with its traceback, once for each place that raises it."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    place = type(error), frame.f_code.co_filename, line
+    if place not in _logged:
+        _logged.add(place)
+        logger.info("%s: an error that MLflow does not name", action, exc_info=error)
+
+
+def _no_answer(error: BaseException | None, handled: BaseException | None) -> str | None:
     """Returns why a request got no answer, without urllib3's retries and objects around it; None
-    if it got one."""
+    if it got one. `handled`: an earlier error, which Python names as the context of every error in
+    its handlers."""
     is_unanswered, reason = False, "the connection was closed"
-    while error is not None:
+    while error is not None and error is not handled:
         is_unanswered |= isinstance(error, requests.ConnectionError | requests.Timeout)
         if isinstance(error, requests.Timeout | TimeoutError):
             reason = "timed out"

@@ -4,6 +4,7 @@ of the registry's, and soon."""
 from __future__ import annotations
 
 import http.server
+import logging
 import sqlite3
 import threading
 import time
@@ -11,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from registry.cache import Cache
 from registry.client import Registry
 from registry.entities import AdapterVersion
-from registry.errors import RegistryUnavailableError
+from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.mlflow_errors import call
 from tests.registry_helpers import embedded_uri
 
 VERSION = AdapterVersion("pirate", 1, "a" * 64, "tiny", "b" * 64, 4, (), "mlflow-artifacts:/x")
@@ -107,3 +112,33 @@ def test_a_database_of_a_newer_release_is_unavailable(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(RegistryUnavailableError, match="f00000000000"):
         Registry(uri).snapshot()
+
+
+def test_an_answer_after_a_failure_is_an_answer() -> None:
+    """An undo runs while the failure is handled, which Python adds to the undo's own error."""
+
+    def missing() -> None:
+        raise MlflowException("no such model", error_code=RESOURCE_DOES_NOT_EXIST)
+
+    try:
+        raise requests.ConnectionError("refused")
+    except requests.ConnectionError:
+        with pytest.raises(NotFoundError, match="no such model"):
+            call("reading", missing)
+
+
+def test_an_error_that_may_be_a_bug_is_logged_once_with_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is reported as a registry that is down, at every look at it."""
+
+    def bug() -> None:
+        raise AttributeError("no such thing")
+
+    with caplog.at_level(logging.INFO, logger="registry"):
+        for _ in range(3):
+            with pytest.raises(RegistryUnavailableError, match="AttributeError: no such thing"):
+                call("listing", bug)
+    (record,) = caplog.records
+    assert record.exc_text is not None
+    assert "in bug" in record.exc_text

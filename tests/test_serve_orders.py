@@ -12,7 +12,7 @@ import pytest
 
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.errors import NotFoundError, RegistrationError, RegistryUnavailableError
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.base_admin import change_base
@@ -152,6 +152,50 @@ async def test_a_load_that_could_not_be_marked_can_be_given_again_or_unloaded(
         assert loads.look().setting("x", "runtime") == "loaded"
     await loads.admin.change(AdapterChange("unload", "x"))
     assert loads.look().setting("x", "runtime") == "unloaded"
+
+
+@pytest.mark.parametrize("can_look", [False, True])
+async def test_a_load_whose_command_lost_the_registry_can_be_given_again_or_unloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_look: bool
+) -> None:
+    """The command that registers fails with its last line, whatever the reason; what it made may
+    be left."""
+    loads = Loads(tmp_path, monkeypatch)
+    register, look = FolderRegistry.register_adapter, loads.look
+    is_away = False
+
+    def losing(registry: FolderRegistry, *arguments: Any) -> None:
+        nonlocal is_away
+        register(registry, *arguments)
+        is_away = not can_look
+        raise RegistrationError("MLflow, creating a version: no answer (timed out)")
+
+    def read() -> Catalog:
+        if is_away:
+            raise RegistryUnavailableError("away")
+        return look()
+
+    loads.admin = AdapterAdmin(lambda: loads.registry, read)
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderRegistry, "register_adapter", losing)
+        with pytest.raises(RegistrationError):
+            await loads.load("one")
+    is_away = False
+    await loads.admin.change(AdapterChange("unload", "x"))
+    assert look().setting("x", "runtime") == "unloaded"
+
+
+async def test_a_name_of_a_load_that_was_refused_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays visible for who registers it later."""
+    loads = Loads(tmp_path, monkeypatch)
+    with pytest.raises(RegistrationError):
+        await loads.load("refused")
+    loads.registry.register_adapter(tmp_path / "one", "x", "b", "champion")
+    await loads.admin.change(AdapterChange("unload", "x"))
+    assert loads.meaning("x").version == 1
+    assert loads.look().setting("x", "runtime") is None
 
 
 async def test_an_undone_load_leaves_a_name_broken_that_was_broken_before(

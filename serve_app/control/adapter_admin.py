@@ -13,7 +13,13 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import InvalidNameError, NameTakenError, NotFoundError, RegistrationError
+from registry.errors import (
+    InvalidNameError,
+    NameTakenError,
+    NotFoundError,
+    RegistrationError,
+    RegistryError,
+)
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
 from serve_app.platform_view import RegistryReader
@@ -84,7 +90,8 @@ class AdapterAdmin:
         try:
             await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         except RegistrationError:
-            if not is_known:  # nothing was registered
+            # Also the error of a registry that went away in the midst.
+            if not is_known and not await self._is_registered(name):
                 self._unmarked.discard(name)
             raise
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
@@ -92,6 +99,14 @@ class AdapterAdmin:
         loaded = _find(await asyncio.to_thread(self._read), name)
         self._loads[name] = loaded.version, _default_of(catalog, name) if is_loaded else None
         return loaded
+
+    async def _is_registered(self, name: str) -> bool:
+        """Returns True also if the registry cannot say it."""
+        try:
+            catalog = await asyncio.to_thread(self._read)
+        except RegistryError:
+            return True
+        return any(adapter.name == name for adapter in catalog.adapters)
 
     async def _undo_load(
         self, change: AdapterChange, registry: RegistryReader

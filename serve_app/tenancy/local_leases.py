@@ -111,7 +111,7 @@ class _Rate(_Limit):
         self.balance += grant.amount
         self.alone, self.remaining, self.room = grant.alone, grant.remaining, grant.room
         self.credited_s, self.was_alone = now_s, False
-        # No grant has a part of a request.
+        # A part of a request is granted only to one that waits for that part.
         wanted = math.floor(self.wanted + _ROUNDING) if self.least else self.wanted
         return grant.amount < wanted and self.demand > self.alone
 

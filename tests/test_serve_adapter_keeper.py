@@ -17,7 +17,7 @@ from engine.errors import UnknownAdapterError
 from engine.types import Request, SamplingParams
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import RegistryUnavailableError
+from registry.errors import CacheFailedError, RegistryUnavailableError
 from serve_app.errors import AdapterUnsupportedError
 from serve_app.messages import AdapterPlan
 from serve_app.replica import adapter_loads
@@ -208,6 +208,22 @@ async def test_a_load_is_no_part_of_the_request_that_began_it(replica: Replica) 
 
     await AdapterLoads(replica.registry, load).ensure(replica.adapter("a"))
     assert seen == [""]
+
+
+async def test_the_reason_of_a_disk_that_fails_is_in_the_log_once(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients get 503 without the reason, which is the operator's."""
+
+    def failing(*_: object) -> Path:
+        raise CacheFailedError("[Errno 5] Input/output error: 'blobs'")
+
+    monkeypatch.setattr(FolderRegistry, "fetch", failing)
+    for _ in range(3):
+        with pytest.raises(CacheFailedError):
+            await replica.loads.ensure(replica.adapter("a"))
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "adapter a could not be loaded: [Errno 5]" in record.getMessage()
 
 
 async def test_only_the_load_that_was_seen_is_forgotten(replica: Replica) -> None:

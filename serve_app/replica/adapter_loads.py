@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from engine.errors import NO_ROOM, REFUSALS, UnknownAdapterError, UnsupportedModelError
 from engine.types import Resident
 from registry.entities import AdapterVersion
-from registry.errors import ArtifactError, QuarantinedError
+from registry.errors import ArtifactError, QuarantinedError, RegistryError
 from registry.quarantine import Quarantine
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.metrics.replica import LoadTimes
@@ -76,6 +76,7 @@ class AdapterLoads:
         self._registry = registry
         self._load_into_engine = load
         self._tasks: dict[str, asyncio.Task[Source]] = {}  # by digest; kept when done
+        self._logged = ""  # the reason of the last failure
         self._refused = Quarantine()  # by this engine; the registry has its own quarantine
         self._downloads = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="download")
         self._local = ThreadPoolExecutor(_NUM_LOCAL, thread_name_prefix="local-copy")
@@ -196,13 +197,24 @@ class AdapterLoads:
             raise _unsupported(adapter, error) from None
         except (QuarantinedError, ArtifactError) as error:
             raise _unavailable(adapter, error) from error
+        except RegistryError as error:
+            self._log_failure(adapter, str(error))
+            raise
         except RayTaskError as error:
             raise _unavailable(adapter, root_cause(error)) from None
         self._refused.clear(adapter.digest)
+        self._logged = ""
         self.times.observe(source, time.monotonic() - began_s)
         self._has_loaded.set()
         logger.info("adapter %s (%s) loaded", adapter.name, adapter.digest[:12])
         return source
+
+    def _log_failure(self, adapter: AdapterVersion, words: str) -> None:
+        """Logs the reason of a failure that clients do not get, once until it changes or passes:
+        each request would try again."""
+        if words != self._logged:
+            self._logged = words
+            logger.warning("adapter %s could not be loaded: %s", adapter.name, words)
 
     async def _fetch_and_load(self, adapter: AdapterVersion, source: Source) -> None:
         """Keeps the files in the cache while the engine reads them."""

@@ -120,11 +120,12 @@ class Cache:
 
     def manifest(self, digest: str) -> Manifest | None:
         """Returns the manifest of a digest that was fetched before, without the network."""
-        try:
-            text = (self.root / "manifests" / f"{digest}.json").read_text(errors="replace")
-            manifest = parse_manifest(text)
-        except (FileNotFoundError, ArtifactError):
-            return None
+        with disk_errors():
+            try:
+                text = (self.root / "manifests" / f"{digest}.json").read_text(errors="replace")
+                manifest = parse_manifest(text)
+            except (FileNotFoundError, ArtifactError):
+                return None
         return manifest if content_digest(manifest) == digest else None
 
     def find_manifest(self, digest: str, read: Callable[[], Manifest]) -> Manifest:
@@ -166,15 +167,17 @@ class Cache:
         with self._mutex:
             for name in [name for name in self._held if digest_of(name) == digest]:
                 os.close(self._held.pop(name)[0])
-        with self._quota.locked():
-            return self._quota.remove(digest)
+        with disk_errors():
+            self._make_folders()
+            with self._quota.locked():
+                return self._quota.remove(digest)
 
     def stats(self) -> CacheStats:
         """Walks the folder, so it belongs into a thread."""
         with disk_errors():
             self._make_folders()
+            own_bytes = self._quota.own_bytes()
         quarantined = 0 if self._quarantine is None else len(self._quarantine.verdicts())
-        own_bytes = self._quota.own_bytes()
         with self._mutex:
             return CacheStats(
                 own_bytes,

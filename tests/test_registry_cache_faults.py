@@ -17,6 +17,7 @@ from registry.entities import content_digest
 from registry.errors import CacheFailedError, CacheFullError, DigestMismatchError, QuarantinedError
 from registry.locks import Locks
 from registry.quarantine import FolderQuarantine
+from registry.quota import Quota
 from tests.cache_helpers import (
     FarSide,
     digest_of,
@@ -287,6 +288,21 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, lost: str) -> N
     assert cache.stats().num_quarantined == 0
     for name in ("a", "b"):
         assert is_right(get(cache, name), name)
+    shutil.rmtree(tmp_path / "cache" / lost)
+    cache.remove(digest_of("a"))
+
+
+def test_a_folder_that_is_removed_while_it_is_measured_is_an_error_of_the_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+
+    def removed(_: Quota) -> int:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Quota, "own_bytes", removed)
+    with pytest.raises(CacheFailedError):
+        cache.stats()
 
 
 def test_a_tree_is_held_though_its_lock_was_removed(tmp_path: Path) -> None:
@@ -331,6 +347,10 @@ def test_a_disk_that_fails_is_an_error_of_the_registry(tmp_path: Path) -> None:
         get(cache, "b")
     with pytest.raises(CacheFailedError):
         cache.digests()
+    (tmp_path / "manifests").rename(tmp_path / "manifests.gone")
+    (tmp_path / "manifests").touch()
+    with pytest.raises(CacheFailedError):
+        cache.manifest(digest_of("a"))
 
 
 def test_a_network_or_a_disk_that_fails_condemns_nobody(tmp_path: Path) -> None:

@@ -13,13 +13,7 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import (
-    InvalidNameError,
-    NameTakenError,
-    NotFoundError,
-    RegistrationError,
-    RegistryError,
-)
+from registry.errors import InvalidNameError, NameTakenError, NotFoundError, RegistrationError
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
 from serve_app.platform_view import RegistryReader
@@ -90,8 +84,9 @@ class AdapterAdmin:
         try:
             await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
         except RegistrationError:
-            # Also the error of a registry that went away in the midst.
-            if not is_known and not await self._is_registered(name):
+            # Also the error of a registry that went away in the midst: then this look has its own.
+            catalog = await asyncio.to_thread(self._read)
+            if not any(adapter.name == name for adapter in catalog.adapters):
                 self._unmarked.discard(name)
             raise
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
@@ -99,14 +94,6 @@ class AdapterAdmin:
         loaded = _find(await asyncio.to_thread(self._read), name)
         self._loads[name] = loaded.version, _default_of(catalog, name) if is_loaded else None
         return loaded
-
-    async def _is_registered(self, name: str) -> bool:
-        """Returns True also if the registry cannot say it."""
-        try:
-            catalog = await asyncio.to_thread(self._read)
-        except RegistryError:
-            return True
-        return any(adapter.name == name for adapter in catalog.adapters)
 
     async def _undo_load(
         self, change: AdapterChange, registry: RegistryReader

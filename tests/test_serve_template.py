@@ -270,6 +270,15 @@ def test_reasoning_has_the_name_that_the_template_reads(read: str) -> None:
     assert "thinking" not in chat[0]
 
 
+def test_calls_with_a_content_are_rendered_without_thinking() -> None:
+    source = "{% if messages[0].thinking %}{{ raise_exception('both') }}{% endif %}calls"
+    turn = {"role": "assistant", "content": "b", "reasoning_content": "Hm.", "tool_calls": [{}]}
+    template = ChatTemplate(source, {})
+    assert template.render([turn]) == "calls"
+    with pytest.raises(InvalidRequestError, match="both"):
+        template.render([turn | {"content": ""}])
+
+
 def test_messages_have_no_names_that_the_template_does_not_read() -> None:
     template = ChatTemplate("{{ messages[0] | tojson }}", {})
     chat = [{"role": "assistant", "content": "b", "reasoning_content": "Hm."}]

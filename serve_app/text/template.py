@@ -89,7 +89,10 @@ class ChatTemplate:
         chat = [counter.copy(message) for message in messages]
         for message in chat:
             if "reasoning_content" in message:
-                for name in self._reasoning_names:
+                names = self._reasoning_names
+                if message.get("content") and message.get("tool_calls"):
+                    names = names - {"thinking"}  # which gpt-oss refuses beside these two
+                for name in names:
                     message.setdefault(name, message["reasoning_content"])
         tools = [counter.copy(tool) for tool in options.get("tools") or ()]
         documents = [counter.copy(document) for document in options.get("documents") or ()]

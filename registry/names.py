@@ -157,6 +157,6 @@ def check_weight(weight: float) -> float:
     if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:  # NaN is in no bounds
         raise InvalidNameError(
             f"the weight of an adapter must be between {weight_text(MIN_WEIGHT)} and "
-            f"{MAX_WEIGHT:g}, or the negative of that, got {weight:g}"
+            f"{MAX_WEIGHT:g}, or the negative of that, got {weight!r}"
         )
     return weight

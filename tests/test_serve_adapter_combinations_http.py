@@ -103,6 +103,27 @@ def test_the_answer_names_the_adapters(client: httpx.Client) -> None:
     assert post(client, BASE, adapters=field).json()["model"] == f"{BASE}:a+0.25*bb"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ],
+)
+def test_every_shape_of_a_chat_takes_the_field(
+    client: httpx.Client, path: str, fields: dict[str, object]
+) -> None:
+    adapters = [{"name": "a"}, {"name": "bb", "weight": 0.25}]
+    body = {"model": BASE, "temperature": 0, "adapters": adapters, **fields}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == f"{BASE}:a+0.25*bb"
+    assert answer.headers["x-loraplex-version"] == "a@1+0.25*bb@1"
+    bad = client.post(path, json={**body, "model": f"{BASE}:a"})
+    assert bad.status_code == 400
+    assert "model must name a base alone" in bad.json()["error"]["message"]
+
+
 def test_a_canary_has_no_share_of_combinations(rig: Rig, client: httpx.Client) -> None:
     assert complete(client, f"{BASE}:split")[1] == "split@2"
     tokens, versions = complete(client, f"{BASE}:split+a")
@@ -118,6 +139,7 @@ def test_a_canary_has_no_share_of_combinations(rig: Rig, client: httpx.Client) -
         (f"{BASE}:a+0*bb", 400, "weight of an adapter must be between 0.000001 and 100"),
         (f"{BASE}:a+1e9*bb", 400, "the weight '1e9' in"),
         (f"{BASE}:a+101*bb", 400, "got 101"),
+        (f"{BASE}:a+100.0001*bb", 400, "got 100.0001"),
         (f"{BASE}:a+nan*bb", 400, "the weight 'nan' in"),
         (f"{BASE}:a+", 400, "a name is missing in"),
         (f"{BASE}:a+bb+split+copy+e", 400, "names 5 adapters; at most 4"),

@@ -22,7 +22,7 @@ _SHARED = frozenset(
         *("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens"),
         *("ignore_eos", "skip_special_tokens", "cache_salt", "priority", "user", "request_id"),
         *("safety_identifier", "prompt_cache_key", "documents", "chat_template_kwargs"),
-        *("structured_outputs", "include_reasoning", "speculation", "seed"),
+        *("structured_outputs", "include_reasoning", "speculation", "seed", "adapters"),
     )
 )
 

@@ -346,6 +346,16 @@ def test_an_offset_counts_whether_its_plus_is_escaped_or_not(
     assert answer.json()["from"] == "2026-11-01T14:00:00Z"
 
 
+def test_the_answer_of_an_early_year_may_be_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "secret")
+    client = TestClient(build_asgi(make_state(manager=_Manager([]))))
+    headers = {"authorization": "Bearer secret"}
+    found = client.get("/admin/usage?from=0001-01-01&to=0999-01-01", headers=headers).json()
+    assert (found["from"], found["to"]) == ("0001-01-01T00:00:00Z", "0999-01-01T00:00:00Z")
+    query = f"from={found['from']}&to={found['to']}"
+    assert client.get(f"/admin/usage?{query}", headers=headers).json() == found
+
+
 def test_groups_are_known_and_in_one_order() -> None:
     assert check_groups(["hour", "key"]) == ("key", "hour")
     with pytest.raises(ValueError, match="'x' is none of key, tenant"):

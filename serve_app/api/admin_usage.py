@@ -102,7 +102,9 @@ def _line(by: tuple[Group, ...], group: UsageGroup) -> UsageLine:
 
 
 def _shown(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    # Not `strftime`, whose years before 1000 have fewer than the four digits that readers expect.
+    time_ = datetime.fromtimestamp(time_s, UTC).replace(tzinfo=None)
+    return time_.isoformat(timespec="seconds") + "Z"
 
 
 def _bad(name: str, words: str) -> InvalidRequestError:

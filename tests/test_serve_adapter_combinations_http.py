@@ -124,6 +124,19 @@ def test_every_shape_of_a_chat_takes_the_field(
     assert "model must name a base alone" in bad.json()["error"]["message"]
 
 
+def test_a_count_of_tokens_means_the_adapters_of_the_field(client: httpx.Client) -> None:
+    def count(*names: str) -> httpx.Response:
+        adapters = [{"name": name} for name in names]
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": BASE, "messages": messages, "adapters": adapters}
+        return client.post("/v1/messages/count_tokens", json=body)
+
+    assert count("a", "bb").json()["input_tokens"] > 0
+    answer = count("a", "none")
+    assert answer.status_code == 404, answer.text
+    assert "no adapter is named 'none'" in answer.json()["error"]["message"]
+
+
 def test_a_canary_has_no_share_of_combinations(rig: Rig, client: httpx.Client) -> None:
     assert complete(client, f"{BASE}:split")[1] == "split@2"
     tokens, versions = complete(client, f"{BASE}:split+a")

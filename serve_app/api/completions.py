@@ -126,7 +126,7 @@ async def count_tokens(request: HttpRequest) -> Response:
         accounting.check(state, caller)
         raw = await read_body(request, state.args.max_body_bytes)
         body = await state.texts.parse(CountTokensRequest, raw)
-        handle = (await find_route(state, caller, body.model, request.receive)).handle
+        handle = (await find_route(state, caller, body.full_model, request.receive)).handle
         prompts = await state.texts.run(read_prompts, body, raw, handle.text, handle.description)
         return json_response({"input_tokens": sum(len(one.token_ids) for one in prompts)})
     except Exception as error:

@@ -210,7 +210,7 @@ def test_folder_that_is_no_model_is_refused_before_anything_is_read(
         register_base(registry, tmp_path / "empty", "tiny")
     with pytest.raises(RegistrationError, match=r"no adapter_config\.json"):
         register_adapter(registry, tmp_path / "empty", "pirate", "tiny", cache=cache)
-    with pytest.raises(RegistrationError, match="not a folder"):
+    with pytest.raises(RegistrationError, match="nowhere does not exist"):
         register_base(registry, tmp_path / "nowhere", "tiny")
     with pytest.raises(InvalidNameError):
         register_base(registry, tmp_path / "empty", "a:b")

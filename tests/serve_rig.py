@@ -54,6 +54,7 @@ RIG_ADAPTER = "pirate"
 RIG_TOKEN = "token of the rig"
 FRONT_TIMEOUT_S = 3.0  # of a header and of a body
 _NICENESS = "RAY_worker_niceness"
+_PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def running_serve() -> Iterator[int]:
         FRONT_LIMITS: limits.model_dump_json(),
         # As `loraplex serve`: at Ray's own 15 they would starve beside other tests.
         _NICENESS: SERVE_SETTINGS[_NICENESS],
+        _PROXY_PERIOD: SERVE_SETTINGS[_PROXY_PERIOD],
     }
     # Short, and not pytest's own: the path of a unix socket must stay below 108 characters.
     folder = tempfile.mkdtemp(prefix="lpx-", dir="/tmp")

@@ -288,6 +288,20 @@ def test_the_program_of_haproxy_comes_with_ray() -> None:
     assert os.access(found, os.X_OK)
 
 
+def test_serve_looks_for_a_dead_proxy_each_second() -> None:
+    """Three checks in vain have it replaced: at Serve's own period nothing answers for 30 s."""
+    name = "PROXY_HEALTH_CHECK_PERIOD_S"
+    command = f"from ray.serve._private import constants; print(constants.{name})"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | launch.SERVE_SETTINGS,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout) == 1
+
+
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_the_printed_commands_send_a_key_where_requests_need_one(
     has_keys: bool, capsys: pytest.CaptureFixture[str]

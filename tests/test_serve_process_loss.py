@@ -1,4 +1,5 @@
-"""An ingress replica and Serve's controller are killed by process id while clients read."""
+"""An ingress replica, Serve's controller and its proxy are killed by process id while clients
+read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.serve
 RATE = 30.0
 TOKENS = 90
 STREAMS = 12
-INGRESS, CONTROLLER = "ray::ServeReplica:api:ingress", "ServeController"
+INGRESS, CONTROLLER, PROXY = "ray::ServeReplica:api:ingress", "ServeController", "ray::ProxyActor"
 BODY = {"prompt": "abcdefghij", "max_tokens": TOKENS, "stream": True}
 WHOLE = "abcdefghij" * (TOKENS // 10)
 
@@ -131,3 +132,20 @@ def test_without_its_controller_serve_goes_on(rig: Rig, client: httpx.Client) ->
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = pool.map(lambda index: read_stream(client, index), range(STREAMS))
         assert list(answers) == [WHOLE] * STREAMS
+
+
+def test_another_proxy_takes_the_place_of_a_killed_one(rig: Rig, client: httpx.Client) -> None:
+    [before] = processes(PROXY)
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: accepts_connections(client))
+    assert before not in processes(PROXY)
+    # The requests that the killed one had forwarded are not held for ever.
+    eventually(lambda: metric(client, "vllm:num_requests_running") == 0)
+    assert read_stream(client, 1) == WHOLE
+
+
+def accepts_connections(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -42,6 +42,9 @@ SERVE_SETTINGS = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 * 1024**2),
+    # Serve replaces a proxy after three failed checks. At its own 10 s between them nothing
+    # answered for half a minute after a proxy's death. A check may still last 10 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Limits for connections without a complete request, which the ingress cannot see.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.http.front:middlewares",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from engine.checks.validation import ConversionLimits, convert_adapter
 from engine.errors import EngineMemoryError, ParityError, UnsupportedModelError
 from engine.weight_files import SINGLE_FILE, StoredTensor
 from tests.engine_helpers import make_adapter, make_base, random_prompt
+from tests.family_bases import VARIANTS, make_family_adapter, make_family_base
 from tests.peft_kinds import LINEARS, save_peft
 from tests.quantized_bases import set_quantization
 from tests.test_engine_alora import make_alora
@@ -68,6 +70,14 @@ def test_engine_computes_what_peft_does(
     assert found.num_prompts == 2 + more[0]
     assert found.num_positions == 9 + 128 + more[1]  # 128: the base's longest sequence
     assert f"all {found.num_positions} greedy tokens equal (transformers " in found.words
+
+
+@pytest.mark.parametrize("family", ["mistral 3", "mistral 3 of ministral 3", "gemma 3 with images"])
+def test_text_of_a_model_of_text_and_images_is_compared(family: str, tmp_path: Path) -> None:
+    base = make_family_base(tmp_path / "base", VARIANTS[family])
+    found = compare(make_family_adapter(tmp_path / "adapter", base, LINEARS), base)
+    assert found.max_difference < 3e-4
+    assert found.num_other_tokens == 0
 
 
 def test_converted_adapter_is_compared_with_its_original(base: Path, tmp_path: Path) -> None:
@@ -146,6 +156,14 @@ def test_adapter_that_peft_cannot_read_is_an_error_with_its_words(
     check_parity(folder, base, 1)
     with pytest.raises(ParityError, match=r"cannot compute it \(transformers .*, peft .*\): "):
         measure_parity(folder, tmp_path / "nowhere", base, PROMPTS)
+
+
+def test_package_that_peft_lacks_for_an_adapter_is_named(base: Path, tmp_path: Path) -> None:
+    folder = lora(tmp_path / "adapter", base)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"megatron_config": {"a": 1}}))
+    with pytest.raises(ParityError, match=r"cannot compute it .*No module named 'megatron'"):
+        compare(folder, base)
 
 
 def test_packages_that_are_missing_are_named(

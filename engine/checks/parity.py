@@ -94,7 +94,7 @@ def measure_parity(
         for own, other in zip(torch.split(ours, lengths), theirs, strict=True):
             largest = max(largest, _difference(own, other))
             num_other += int((own.argmax(dim=-1) != other.argmax(dim=-1)).sum())
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
         raise ParityError(
             f"transformers or PEFT cannot compute it ({VERSIONS}): {type(error).__name__}: {error}"
         ) from error

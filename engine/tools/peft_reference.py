@@ -16,8 +16,9 @@ import peft
 import torch
 import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
+
+from engine.model_config import read_model_config
 
 VERSIONS = f"transformers {transformers.__version__}, peft {peft.__version__}"
 
@@ -29,7 +30,10 @@ def peft_logits(
     of the two libraries for folders that they cannot read."""
     transformers_logging.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # warnings of loading; errors are exceptions
-        base = AutoModelForCausalLM.from_pretrained(
+        # The class by its name: no single one of the automatic classes knows the models of text and
+        # those of text and images.
+        model_class = getattr(transformers, read_model_config(base_folder).architecture)
+        base = model_class.from_pretrained(
             base_folder,
             dtype=torch.float32,
             local_files_only=True,

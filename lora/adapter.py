@@ -21,7 +21,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lora.adapter_keys import copied_module, is_unread, parse_key, spelling_in
+from lora.adapter_keys import (
+    copied_module,
+    extended_remedy,
+    is_unread,
+    is_whole,
+    parse_key,
+    spelling_in,
+)
 from lora.convert import in_turns
 from lora.errors import AdapterError
 from lora.header import ReadBuffer, TensorEntry, TensorFile, read_header
@@ -29,7 +36,7 @@ from lora.module_weights import ModuleWeights as ModuleWeights
 from lora.module_weights import is_finite
 from lora.peft_config import CONFIG_FILE, PeftConfig, read_peft_config
 from lora.sites import Site, Target, targets_by_module
-from lora.trained_tokens import parse_token_key, read_tokens
+from lora.trained_tokens import own_tokens, parse_token_key, read_tokens
 from lora.untrusted import open_regular, shown, shown_value
 from lora.vectors import BaseParameter, Keys, check_vectors, parse_vector_key, with_vectors
 
@@ -37,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth")
+# Whose length is that of the vocabulary.
+_VOCABULARY = {"model.embed_tokens": "in_features", "lm_head": "out_features"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,7 @@ def read_adapter(
         for module, keys in in_turns(vectors.items()):
             plain = modules.get(module) or _no_change(targets[module])
             modules[module] = with_vectors(plain, file, module, keys, base)
+        tokens = own_tokens(file, tokens, config.token_indices, base)
         rows = read_tokens(file, tokens, config.token_indices, pairs, targets, max_rank, base)
         modules |= {module: ModuleWeights(*halves) for module, halves in rows.items()}
         found = (*pairs.values(), *vectors.values(), tokens)
@@ -148,7 +158,7 @@ def _parse(key: str, targets: Mapping[str, Target]) -> tuple[str, str, str]:
     """Returns the role of a tensor (pair, vector, tokens or copy), its module and its part. Raises
     AdapterError if it has none."""
     if (module := copied_module(key, targets)) is not None:
-        return "copy", module, ""
+        return "copy", module, key
     if (module := parse_token_key(key, targets)) is not None:
         return "tokens", module, ""
     if (vector := parse_vector_key(key, targets)) is not None:
@@ -172,15 +182,13 @@ def _check_header(
             continue
         role, module, part = _parse(key, targets)
         parts = found[role].setdefault(module, {})
-        if part in parts and role != "copy":
+        if part in parts:
             words = {"pair": f"lora_{part}", "vector": part, "tokens": "trained tokens"}[role]
             verb = "are" if role == "tokens" else "is"
             raise AdapterError(f"{words} of {module} {verb} in the file twice")
         parts[part] = key
     pairs, vectors = found["pair"], found["vector"]
-    tokens, copies = (
-        {module: keys[""] for module, keys in found[role].items()} for role in ("tokens", "copy")
-    )
+    tokens = {module: keys[""] for module, keys in found["tokens"].items()}
     _check_complete(pairs)
     check_targets(pairs, targets, config)
     for module, keys in in_turns(pairs.items()):
@@ -189,8 +197,9 @@ def _check_header(
     check_vectors(file, vectors, pairs, config, targets)
     if config.invocation:
         _check_invocable(pairs, vectors, tokens, targets)
-    for module, key in copies.items():
-        _check_base_copy(module, file, key, base)
+    for module, copies in found["copy"].items():
+        for key in copies:
+            _check_base_copy(module, file, key, base)
     ordered = {module: pairs[module] for module in targets if module in pairs}
     return ordered, vectors, tokens
 
@@ -303,7 +312,11 @@ def _check_shapes(
         ("B", "out_features", out_features, target.out_features),
     ):
         if found != wanted:
-            raise AdapterError(f"lora_{half} of {module} has {name} {found}, the base has {wanted}")
+            is_vocabulary = name == _VOCABULARY.get(module)
+            remedy = extended_remedy((found, 1), (wanted, 1)) if is_vocabulary else ""
+            raise AdapterError(
+                f"lora_{half} of {module} has {name} {found}, the base has {wanted}{remedy}"
+            )
 
 
 def _check_base_copy(
@@ -319,15 +332,22 @@ def _check_base_copy(
     if shape != base.shape:
         raise AdapterError(
             f"the file's copy of the base's {module} has shape {list(shape)}, the base has "
-            f"{list(base.shape)}"
+            f"{list(base.shape)}{extended_remedy(shape, base.shape)}"
         )
     copy = file.read(key)
     coarser = max(copy.dtype, base.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    if not torch.equal(copy.to(coarser), base.to("cpu", coarser)):
+    if torch.equal(copy.to(coarser), base.to("cpu", coarser)):
+        return
+    if is_whole(key):
         raise AdapterError(
-            f"the file's copy of the base's {module} differs from the base: it was trained too, or "
-            "the adapter belongs to another base"
+            f"tensor {shown(key)} differs from the base's weight, and modules_to_save in "
+            "adapter_config.json does not name it: name it there if it was trained, and loraplex "
+            "register adapter converts it; otherwise the adapter belongs to another base"
         )
+    raise AdapterError(
+        f"the file's copy of the base's {module} differs from the base: it was trained too, or "
+        "the adapter belongs to another base"
+    )
 
 
 def _check_numbers(a: torch.Tensor, b: torch.Tensor, module: str, scale: float) -> None:

@@ -6,7 +6,7 @@ Strings only; keys of vectors and of trained tokens are with their tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lora.errors import AdapterError
 from lora.module_names import Spelling, canonical, is_of_other_part, spelling_of
@@ -18,7 +18,10 @@ _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?:lora_(?P<linear>[AB])(?:\.default)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
 )
-_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+_BASE_COPY = re.compile(
+    r"base_model\.model\.(?P<module>.+?)"
+    r"(?P<kept>(?:\.token_adapter)?\.base_layer|\.original_module)?\.weight"
+)
 
 
 def is_unread(key: str) -> bool:
@@ -27,10 +30,28 @@ def is_unread(key: str) -> bool:
 
 
 def copied_module(key: str, targets: Mapping[str, Target]) -> str | None:
-    """Returns the module of whose weight the tensor is a copy."""
+    """Returns the module of whose weight the tensor is a copy, if its name tells the truth: PEFT's
+    save_embedding_layers writes the head and the embedding under their own names, too."""
     copy = _BASE_COPY.fullmatch(key)
-    module = None if copy is None else canonical(copy["module"])
-    return module if module in targets else None
+    if copy is None or (module := canonical(copy["module"])) not in targets:
+        return None
+    return module if copy["kept"] or targets[module].site.is_optional else None
+
+
+def is_whole(key: str) -> bool:
+    """Returns True if a copied module has its own name, as one that was trained whole."""
+    copy = _BASE_COPY.fullmatch(key)
+    return copy is not None and not copy["kept"]
+
+
+def extended_remedy(found: Sequence[int], wanted: Sequence[int]) -> str:
+    """Returns what to do about a matrix of a vocabulary with more tokens than the base's."""
+    if len(found) != 2 or found[0] <= wanted[0]:
+        return ""
+    return (
+        ": for a vocabulary that was extended, register the base as it was saved after "
+        "resize_token_embeddings"
+    )
 
 
 def module_of(key: str, name: str, targets: Mapping[str, Target]) -> str:

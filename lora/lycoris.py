@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lora.adapter import WEIGHTS_FILE, check_targets, open_weights, write_adapter
-from lora.adapter_keys import is_unread, spelling_in
+from lora.adapter_keys import is_unread, is_whole, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
 from lora.low_rank import (
@@ -121,7 +121,10 @@ def _keys_by_module(
             continue
         match = _KEY.fullmatch(key)
         if match is None or not match["part"].startswith(prefix):
-            raise AdapterError(f"tensor {shown(key)} is not one of a {_NAMES[kind]} adapter")
+            remedy = ": save with save_embedding_layers=False" if is_whole(key) else ""
+            raise AdapterError(
+                f"tensor {shown(key)} is not one of a {_NAMES[kind]} adapter{remedy}"
+            )
         module = canonical(match["module"])
         if module not in targets or targets[module].site.kind != "linear":
             raise AdapterError(

@@ -28,6 +28,11 @@ _MAX_INVOCATION = 512  # tokens
 _LAYERS_NAME = re.compile(r"[A-Za-z0-9_]+(?:\\?\.[A-Za-z0-9_]+)*", re.ASCII)
 
 CONVERTED_KINDS = ("LOHA", "LOKR")  # values of peft_type that registration turns into LoRA
+# Learned keys, values or embeddings of tokens that precede a prompt.
+_PROMPT_KINDS = (
+    *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"),
+    *("ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
+)
 
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
@@ -133,7 +138,11 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     kind = fields.get("peft_type")
     if kind not in CONVERTED_KINDS:
         raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
-    _refuse_unsupported({"modules_to_save": fields.get("modules_to_save")})
+    if fields.get("modules_to_save"):
+        raise AdapterError(
+            "modules_to_save is supported with peft_type 'LORA' alone: merge the adapter and "
+            "register a base, or make LoRA of it with PEFT's convert_to_lora"
+        )
     assert isinstance(kind, str)
     return kind, _parse(fields, "alpha")
 
@@ -179,10 +188,15 @@ def _refuse_other_kinds(kind: object) -> None:
     if kind == "LORA":
         return
     remedy = ""
-    if kind in CONVERTED_KINDS:
+    if kind in _PROMPT_KINDS:
+        remedy = "; it changes no weights and cannot become LoRA: train LoRA"
+    elif kind in CONVERTED_KINDS:
         remedy = "; loraplex register adapter converts LoHa and LoKr to LoRA"
     elif isinstance(kind, str):
-        remedy = "; PEFT's convert_to_lora makes LoRA of some other kinds"
+        remedy = (
+            "; PEFT's convert_to_lora makes LoRA of some other kinds, and where it does not: train "
+            "LoRA, or merge the adapter (merge_and_unload) and register a base"
+        )
     raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served{remedy}")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lora.adapter import open_weights, write_adapter
-from lora.adapter_keys import is_unread, parse_key, spelling_in
+from lora.adapter_keys import extended_remedy, is_unread, parse_key, spelling_in
 from lora.errors import AdapterError
 from lora.header import TensorFile
 from lora.low_rank import (
@@ -77,13 +77,14 @@ def convert_saved(
     wanted = _names(fields)
     targets = targets_by_module(sites)
     with open_weights(folder) as file:
-        keys = _keys(file, wanted, targets)
-        pairs = _pairs(file, set(keys.values()), targets)
-        _check_others(file, keys, pairs)
+        keys, saved = _keys(file, wanted, targets)
+        pairs = _pairs(file, saved, targets)
+        _check_others(file, keys, saved, pairs)
         found = _differences(file, keys, base, limits, available_bytes, notice)
+        _check_equal(file, keys, saved)
         _check_alone(fields, found)
         _check_bytes(found, limits)
-        tensors = {key: file.read(key) for key in file.entries if key not in keys.values()}
+        tensors = {key: file.read(key) for key in file.entries if key not in saved}
         spelling = spelling_in(file.entries)
     for module, lora in found.items():
         prefix = f"base_model.model.{spelling.spell(module)}"
@@ -142,29 +143,49 @@ def _names(fields: Mapping[str, object]) -> list[str]:
     return [_MODULES[end] for end in dict.fromkeys(ends)]
 
 
-def _keys(file: TensorFile, wanted: Sequence[str], targets: Mapping[str, Target]) -> dict[str, str]:
-    """Returns module -> key of the saved modules."""
+def _keys(
+    file: TensorFile, wanted: Sequence[str], targets: Mapping[str, Target]
+) -> tuple[dict[str, str], set[str]]:
+    """Returns module -> key of the saved modules, and the keys of all their tensors: PEFT's
+    save_embedding_layers, which it sets for an extended vocabulary, writes them a second time."""
     keys: dict[str, str] = {}
+    saved: set[str] = set()
     for key in file.entries:
         match = None if is_unread(key) else _KEY.fullmatch(key)
         if match is None or (module := canonical(match["module"])) not in wanted:
             continue
-        if module in keys:
-            raise AdapterError(f"the saved {module} is in the file twice")
-        keys[module] = key
+        keys.setdefault(module, key)
+        saved.add(key)
     for module in wanted:
         if module not in targets:
             raise AdapterError(f"modules_to_save names {module}, which the base does not have")
         if module not in keys:
             raise AdapterError(f"modules_to_save names {module}, the file has no weight of it")
-    return keys
+    return keys, saved
 
 
-def _check_others(file: TensorFile, keys: Mapping[str, str], pairs: Set[str]) -> None:
+def _check_equal(file: TensorFile, keys: Mapping[str, str], saved: Set[str]) -> None:
+    """Refuses a module that the file has twice with other numbers: either might be served."""
+    for key in sorted(saved - set(keys.values())):
+        match = _KEY.fullmatch(key)
+        assert match is not None
+        module = canonical(match["module"])
+        first, second = file.entries[keys[module]], file.entries[key]
+        is_alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+        if not is_alike or not torch.equal(file.read(keys[module]), file.read(key)):
+            raise AdapterError(
+                f"the saved {module} is in the file twice with other numbers: {shown(key)} and "
+                f"{shown(keys[module])}; save with save_embedding_layers=False"
+            )
+
+
+def _check_others(
+    file: TensorFile, keys: Mapping[str, str], saved: Set[str], pairs: Set[str]
+) -> None:
     for module in keys:
         if module in pairs:
             raise AdapterError(f"{module} is saved as a whole and has LoRA: train it in one way")
-    if all(key in keys.values() for key in file.entries):
+    if all(key in saved for key in file.entries):
         raise AdapterError("the adapter has saved modules alone and no LoRA: register a base")
 
 
@@ -202,7 +223,7 @@ def _change(
     if entry.shape != tuple(weight.shape):
         raise AdapterError(
             f"the saved {module} has shape {list(entry.shape)}, the base has "
-            f"{list(weight.shape)}: a vocabulary that was extended is not served"
+            f"{list(weight.shape)}{extended_remedy(entry.shape, weight.shape)}"
         )
     height, width = weight.shape
     needed = (entry.end - entry.begin) + (weight.element_size() + 4) * height * width

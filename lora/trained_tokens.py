@@ -42,6 +42,24 @@ def parse_token_key(key: str, targets: Mapping[str, Target]) -> str | None:
     return module
 
 
+def own_tokens(
+    file: TensorFile,
+    keys: Mapping[str, str],
+    indices: Mapping[str, tuple[int, ...]],
+    base: BaseParameter,
+) -> dict[str, str]:
+    """Returns the keys without that of a tied head which repeats the embedding's rows: PEFT's
+    save_embedding_layers writes them a second time. Arguments are those of `read_tokens`."""
+    own = dict(keys)
+    if own.keys() == {_EMBEDDING, _HEAD} and _HEAD not in indices:
+        head, embedding = own[_HEAD], own[_EMBEDDING]
+        is_alike = file.entries[head].shape == file.entries[embedding].shape
+        is_tied = base(f"{_HEAD}.weight") is base(f"{_EMBEDDING}.weight")
+        if is_alike and is_tied and torch.equal(file.read(head), file.read(embedding)):
+            del own[_HEAD]
+    return own
+
+
 def read_tokens(
     file: TensorFile,
     keys: Mapping[str, str],  # module -> key

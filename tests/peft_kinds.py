@@ -32,9 +32,15 @@ Change = Callable[[str, torch.nn.Parameter], None]
 
 
 def save_peft(
-    folder: Path, base: Path, config: PeftConfig, seed: int = 0, std: float = 0.08
+    folder: Path,
+    base: Path,
+    config: PeftConfig,
+    seed: int = 0,
+    std: float = 0.08,
+    copies: bool = False,
 ) -> Path:
-    """Saves an adapter whose trainable numbers are random, each close to where it begins."""
+    """Saves an adapter whose trainable numbers are random, each close to where it begins. `copies`:
+    with the head and the embedding, whether or not they were trained."""
     torch.manual_seed(seed)
     model = get_peft_model(load_hf(base), config)
     with torch.no_grad():
@@ -49,7 +55,7 @@ def save_peft(
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.normal_(std=std)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_embedding_layers=copies or "auto")
     return folder
 
 

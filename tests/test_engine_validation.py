@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from engine.checks.parity import measure_parity
 from engine.checks.validation import check_adapter, check_base
 from engine.errors import UnsupportedModelError
 from engine.weight_files import SINGLE_FILE
 from lora.errors import AdapterError
-from tests.engine_helpers import VOCAB, load_hf, make_adapter, make_base
+from tests.engine_helpers import VOCAB, load_hf, make_adapter, make_base, random_prompt
+from tests.peft_kinds import save_peft
 
 
 def make_whole_base(folder: Path, **changes: Any) -> Path:
@@ -81,6 +84,60 @@ def test_an_adapter_that_changes_nothing_is_told(tmp_path: Path) -> None:
     report = check_adapter(folder, base)
     assert report.is_noop
     assert "changes nothing" in report.warnings[0]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"trainable_token_indices": [3, 9]}])
+def test_copies_that_nobody_trained_are_accepted_as_peft_reads_them(
+    fields: dict[str, Any], is_tied: bool, tmp_path: Path
+) -> None:
+    """PEFT's save_embedding_layers, which it sets for a vocabulary of another length, too."""
+    base = make_base(tmp_path / "base", tie_word_embeddings=is_tied)
+    folder, path = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
+    save_peft(folder, base, LoraConfig(r=4, target_modules=["q_proj"], **fields), copies=True)
+    assert any(
+        name.endswith("embed_tokens.weight") or "base_layer" in name for name in load_file(path)
+    )
+    check_adapter(folder, base)
+    found = measure_parity(folder, folder, base, [random_prompt(20, seed=4)])
+    assert found.max_difference < 3e-4
+
+
+def test_head_that_was_trained_and_is_not_named_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    folder, path = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
+    save_peft(folder, base, LoraConfig(r=4, target_modules=["q_proj"]), copies=True)
+    tensors = load_file(path)
+    tensors["base_model.model.lm_head.weight"][5] += 1
+    save_file(tensors, path)
+    with pytest.raises(
+        AdapterError, match=r"lm_head\.weight differs .* modules_to_save .* name it"
+    ):
+        check_adapter(folder, base)
+
+
+def test_rows_of_a_tied_head_that_are_not_the_embeddings_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    folder, path = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 9])
+    save_peft(folder, base, config, copies=True)
+    tensors = load_file(path)
+    tensors["base_model.model.lm_head.token_adapter.trainable_tokens_delta"][1] += 1
+    save_file(tensors, path)
+    with pytest.raises(AdapterError, match="names other modules than the file"):
+        check_adapter(folder, base)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "lm_head", "embed_tokens")])
+def test_a_vocabulary_that_was_extended_names_the_base_to_register(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = make_base(tmp_path / "base")
+    longer = make_base(tmp_path / "longer", vocab_size=VOCAB + 4)
+    folder = make_adapter(tmp_path / "adapter", longer, 4, targets, keeps_base_copy=True)
+    check_adapter(folder, longer)
+    with pytest.raises(AdapterError, match="register the base as it was saved after resize_token_"):
+        check_adapter(folder, base)
 
 
 def test_a_trained_copy_of_the_base_is_refused_an_equal_one_is_not(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ BAD_TENSORS: dict[str, tuple[Tensors, str]] = {
     ),
     "whole weight": (
         good_tensors() | {"base_model.model.lm_head.weight": torch.ones(VOCAB, HIDDEN)},
-        "modules_to_save in adapter_config.json does not name: name it there",
+        "modules_to_save in adapter_config.json does not name it: name it there",
     ),
     "twice": (
         replace("lora_A.default.weight", torch.ones(4, HIDDEN)),
@@ -300,6 +300,8 @@ def test_a_copy_of_the_base_that_nobody_can_compare_is_refused(tmp_path: Path) -
 
 BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ({"peft_type": "ADALORA"}, "or merge the adapter (merge_and_unload) and register a base"),
+    ({"peft_type": "PREFIX_TUNING"}, "cannot become LoRA: train LoRA"),
     ({"use_dora": True}, f"a magnitude of DoRA is missing for {MODULE}"),
     ({"use_dora": "false"}, "use_dora must be true or false"),
     ({"use_dora": True, "lora_bias": True}, "PEFT refuses together"),

@@ -11,7 +11,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from engine.checks.parity import check_parity, measure_parity
-from engine.checks.validation import ConversionLimits, convert_adapter
+from engine.checks.validation import ConversionLimits, convert_adapter, read_checked
+from engine.model_config import read_model_config
+from lora.adapter import WEIGHTS_FILE
 from lora.errors import AdapterError
 from lora.low_rank import Conversion
 from tests.engine_helpers import VOCAB, load_hf, make_adapter, make_base, make_runner, random_prompt
@@ -31,9 +33,15 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def save_modules(
-    folder: Path, base: Path, modules: tuple[str, ...], rows: list[int], **fields: object
+    folder: Path,
+    base: Path,
+    modules: tuple[str, ...],
+    rows: list[int],
+    copies: bool = False,
+    **fields: object,
 ) -> Path:
-    """Saves an adapter of PEFT's in which these rows of the saved modules are trained."""
+    """Saves an adapter of PEFT's in which these rows of the saved modules are trained. `copies`:
+    with the head and the embedding under their own names, too."""
     torch.manual_seed(1)
     values: dict[str, object] = {
         "r": 4,
@@ -49,7 +57,7 @@ def save_modules(
                 parameter[rows] += 0.1 * torch.randn(len(rows), parameter.shape[1])
             elif "lora_" in name:
                 parameter.normal_(std=0.08)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_embedding_layers=copies or "auto")
     return folder
 
 
@@ -101,6 +109,25 @@ def test_other_fields_of_the_adapter_keep_their_meaning(
     found = measure_parity(out, kind, base, [random_prompt(40, seed=2)])
     assert found.max_difference < 3e-4
     assert found.num_prompts == 2  # the second has the tokens whose rows are changed
+
+
+@pytest.mark.parametrize("tying", ["untied", "tied"])
+@pytest.mark.parametrize("modules", [(HEAD,), (EMBEDDING,), (HEAD, EMBEDDING)])
+def test_module_that_peft_writes_twice_is_read_once(
+    tying: str, modules: tuple[str, ...], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases[tying]
+    kind = save_modules(tmp_path / "kind", base, modules, ROWS, copies=True)
+    names = [name for name in load_file(kind / WEIGHTS_FILE) if ".modules_to_save.weight" in name]
+    assert len(names) == len(modules)
+    out, made = convert(kind, base)
+    assert made.rank == len(ROWS)
+    read_checked(out, "", base, read_model_config(base))
+    found = measure_parity(out, kind, base, [random_prompt(40, seed=2)])
+    assert found.max_difference < 3e-4
+    spoil(kind, names[0], load_file(kind / WEIGHTS_FILE)[names[0]] + 1)
+    with pytest.raises(AdapterError, match=r"twice with other numbers: .*save_embedding_layers=F"):
+        convert_adapter(kind, base, tmp_path, ConversionLimits(1e-3))
 
 
 def test_module_that_equals_the_bases_is_left_out_with_a_note(

@@ -32,7 +32,10 @@ def peft_logits(
     with contextlib.redirect_stderr(io.StringIO()):  # warnings of loading; errors are exceptions
         # The class by its name: no single one of the automatic classes knows the models of text and
         # those of text and images.
-        model_class = getattr(transformers, read_model_config(base_folder).architecture)
+        architecture = read_model_config(base_folder).architecture
+        model_class = getattr(transformers, architecture, None)
+        if model_class is None:
+            raise ValueError(f"transformers {transformers.__version__} has no {architecture}")
         base = model_class.from_pretrained(
             base_folder,
             dtype=torch.float32,

@@ -62,7 +62,7 @@ class Cache:
         """`leaves_room`: without `max_bytes` the limit is a share of the disk's present free
         bytes."""
         self.root = root
-        self._make_folders()
+        _make_folders(root)
         self._locks = Locks(root / "locks")
         self._quota = Quota(root, self._locks, max_bytes)
         if max_bytes is None and leaves_room:
@@ -92,8 +92,7 @@ class Cache:
         wanted = select(manifest, files)
         name = _tree_name(digest, manifest, wanted)
         path = self.root / "trees" / name
-        with disk_errors():
-            self._make_folders()
+        with self._folders():
             self._hold(name)
             try:
                 if is_untouched(self._note(name), path, wanted):
@@ -134,9 +133,7 @@ class Cache:
         manifest = self.manifest(digest)
         if manifest is not None:
             return manifest
-        with disk_errors():
-            self._make_folders()
-        with disk_errors(), self._quarantining(digest):
+        with self._folders(), self._quarantining(digest):
             manifest = read()
             _check_digest(manifest, digest)
         return manifest
@@ -153,8 +150,7 @@ class Cache:
         return not corrupt
 
     def digests(self) -> frozenset[str]:
-        with disk_errors():
-            self._make_folders()
+        with self._folders():
             return frozenset(digest_of(path.name) for path in (self.root / "trees").iterdir())
 
     def size_bytes(self) -> int:
@@ -167,15 +163,12 @@ class Cache:
         with self._mutex:
             for name in [name for name in self._held if digest_of(name) == digest]:
                 os.close(self._held.pop(name)[0])
-        with disk_errors():
-            self._make_folders()
-            with self._quota.locked():
-                return self._quota.remove(digest)
+        with self._folders(), self._quota.locked():
+            return self._quota.remove(digest)
 
     def stats(self) -> CacheStats:
         """Walks the folder, so it belongs into a thread."""
-        with disk_errors():
-            self._make_folders()
+        with self._folders():
             own_bytes = self._quota.own_bytes()
         quarantined = 0 if self._quarantine is None else len(self._quarantine.verdicts())
         with self._mutex:
@@ -204,10 +197,13 @@ class Cache:
             self._held[name] = (descriptor, holders + 1)
             os.utime(descriptor)
 
-    def _make_folders(self) -> None:
-        """Makes missing folders, at every use: a user may remove the cache's folder at any time."""
-        for name in ("blobs", "trees", "notes", "manifests", "locks", "tmp"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+    @contextmanager
+    def _folders(self) -> Iterator[None]:
+        """Makes missing folders for the block, as a user may remove the cache's folder at any time,
+        and names the disk in its errors."""
+        with disk_errors():
+            _make_folders(self.root)
+            yield
 
     def _find_or_build(self, path: Path, fill: CacheFill) -> None:
         with self._quarantining(fill.digest):
@@ -266,6 +262,11 @@ class Cache:
     def _count(self, name: str, by: int = 1) -> None:
         with self._mutex:
             self._counts[name] += by
+
+
+def _make_folders(root: Path) -> None:
+    for name in ("blobs", "trees", "notes", "manifests", "locks", "tmp"):
+        (root / name).mkdir(parents=True, exist_ok=True)
 
 
 def select(manifest: Manifest, files: tuple[str, ...] | None) -> Manifest:

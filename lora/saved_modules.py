@@ -77,11 +77,13 @@ def convert_saved(
     wanted = _names(fields)
     targets = targets_by_module(sites)
     with open_weights(folder) as file:
-        keys, saved = _keys(file, wanted, targets)
+        written = _keys(file, wanted, targets)
+        keys = {module: own[0] for module, own in written.items()}
+        saved = {key for own in written.values() for key in own}
         pairs = _pairs(file, saved, targets)
         _check_others(file, keys, saved, pairs)
         found = _differences(file, keys, base, limits, available_bytes, notice)
-        _check_equal(file, keys, saved)
+        _check_equal(file, written)
         _check_alone(fields, found)
         _check_bytes(found, limits)
         tensors = {key: file.read(key) for key in file.entries if key not in saved}
@@ -145,38 +147,35 @@ def _names(fields: Mapping[str, object]) -> list[str]:
 
 def _keys(
     file: TensorFile, wanted: Sequence[str], targets: Mapping[str, Target]
-) -> tuple[dict[str, str], set[str]]:
-    """Returns module -> key of the saved modules, and the keys of all their tensors: PEFT's
-    save_embedding_layers, which it sets for an extended vocabulary, writes them a second time."""
-    keys: dict[str, str] = {}
-    saved: set[str] = set()
+) -> dict[str, list[str]]:
+    """Returns module -> keys of the saved modules: PEFT's save_embedding_layers, which it sets for
+    an extended vocabulary, writes them a second time."""
+    keys: dict[str, list[str]] = {}
     for key in file.entries:
         match = None if is_unread(key) else _KEY.fullmatch(key)
         if match is None or (module := canonical(match["module"])) not in wanted:
             continue
-        keys.setdefault(module, key)
-        saved.add(key)
+        keys.setdefault(module, []).append(key)
     for module in wanted:
         if module not in targets:
             raise AdapterError(f"modules_to_save names {module}, which the base does not have")
         if module not in keys:
             raise AdapterError(f"modules_to_save names {module}, the file has no weight of it")
-    return keys, saved
+    return keys
 
 
-def _check_equal(file: TensorFile, keys: Mapping[str, str], saved: Set[str]) -> None:
+def _check_equal(file: TensorFile, written: Mapping[str, Sequence[str]]) -> None:
     """Refuses a module that the file has twice with other numbers: either might be served."""
-    for key in sorted(saved - set(keys.values())):
-        match = _KEY.fullmatch(key)
-        assert match is not None
-        module = canonical(match["module"])
-        first, second = file.entries[keys[module]], file.entries[key]
-        is_alike = (first.shape, first.dtype) == (second.shape, second.dtype)
-        if not is_alike or not torch.equal(file.read(keys[module]), file.read(key)):
-            raise AdapterError(
-                f"the saved {module} is in the file twice with other numbers: {shown(key)} and "
-                f"{shown(keys[module])}; save with save_embedding_layers=False"
-            )
+    for module, (first, *others) in written.items():
+        one = file.entries[first]
+        for key in others:
+            other = file.entries[key]
+            is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+            if not is_alike or not torch.equal(file.read(first), file.read(key)):
+                raise AdapterError(
+                    f"the saved {module} is in the file twice with other numbers: {shown(key)} and "
+                    f"{shown(first)}; save with save_embedding_layers=False"
+                )
 
 
 def _check_others(

@@ -298,7 +298,7 @@ class MlflowStore:
                 create_sqlite(self.tracking_uri, root)
             store = SqlAlchemyStore(uri, root)  # type: ignore[no-untyped-call]
             if self._probe is not None and (file := sqlite_file(self.tracking_uri)).exists():
-                # MLflow's stores of one URI share an engine.
+                # MLflow has an engine for all stores of a kind and URI.
                 models = SqlAlchemyModelStore(uri)  # type: ignore[no-untyped-call]
                 self._opened = OpenedFile(file, (store.engine, models.engine))
         return MlflowClient(uri, uri)

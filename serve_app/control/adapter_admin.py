@@ -64,7 +64,7 @@ class AdapterAdmin:
         if name in catalog.default_bases():
             raise NameTakenError(f"{name!r} is a base model")
         is_loaded = catalog.setting(name, RUNTIME) == LOADED
-        is_known = any(adapter.name == name for adapter in catalog.adapters)
+        is_known = _has_name(catalog, name)
         if is_known and name not in self._unmarked:
             if not change.may_replace:
                 raise NameTakenError(
@@ -86,7 +86,7 @@ class AdapterAdmin:
         except RegistrationError:
             # Also the error of a registry that went away in the midst: then this look has its own.
             catalog = await asyncio.to_thread(self._read)
-            if not any(adapter.name == name for adapter in catalog.adapters):
+            if not _has_name(catalog, name):
                 self._unmarked.discard(name)
             raise
         await asyncio.to_thread(registry.set_setting, name, RUNTIME, LOADED)
@@ -125,6 +125,10 @@ def _holds_adapter(folder: Path) -> bool:
         return (folder / "adapter_config.json").is_file()
     except OSError:  # a name that is too long for a file, or a folder that must not be read
         return False
+
+
+def _has_name(catalog: Catalog, name: str) -> bool:
+    return any(adapter.name == name for adapter in catalog.adapters)
 
 
 def _find(catalog: Catalog, name: str) -> AdapterVersion:

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import InvalidRequestError, UnsupportedModelError
+from serve_app.text.response_template import REASONING_FIELDS
 from serve_app.text.template_guard import (
     BUDGET,
     FREE_WORK,
@@ -40,8 +41,6 @@ T = TypeVar("T")
 FREE_OUTPUT_CHARS = 1 << 20
 MAX_PRODUCT = 1 << 20
 
-# Other names under which templates read the `reasoning_content` of a turn of the assistant.
-_REASONING_NAMES = frozenset(("reasoning", "thinking"))
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MAX_REASON_CHARS = 500
 # Jinja compiles to Python, whose compiler has limits of its own, of nesting for instance.
@@ -77,7 +76,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             _check_constants(tree)
             self._template = environment.from_string(tree)
-            self._reasoning_names = _REASONING_NAMES & _names_in(tree)
+            self._reasoning_names = REASONING_FIELDS & _names_in(tree)
         except _COMPILE_FAILURES as error:
             raise UnsupportedModelError(f"chat template: {error}") from error
 

@@ -32,6 +32,7 @@ from serve_app.cli.commands.common import print_table
 from serve_app.cli.sse import IncompleteStreamError, StreamReader
 from serve_app.home import cause, default_home, prepare
 from tests.openai_server import OpenAIServer, event, openai_server
+from tests.ports import free_port
 from tests.registry_helpers import embedded_uri, empty_home
 from tests.serve_folders import make_adapter_folder, make_base_folder
 
@@ -289,7 +290,7 @@ def test_a_command_that_reads_the_registry_does_not_create_it(
     adapter = make_adapter_folder(tmp_path / "adapter", rank=4)
     served = tmp_path / "serve.yaml"
     served.write_text(
-        "http_options: {host: 127.0.0.1}\n"
+        f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\n"
         "applications:\n- name: p\n  route_prefix: /\n  import_path: serve_app.app:build\n"
         f"  args: {{models: [{{name: tiny}}], registry: {{tracking_uri: '{uri}'}}}}\n"
     )

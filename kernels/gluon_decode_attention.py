@@ -110,21 +110,21 @@ def _fetch_items(
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    num_units, sequences, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     unit = gl.program_id(0)
     next_unit = second_unit()
     stop = unit + 1
     if WINDOW > 0:
         stop = num_units
     seq, begin, end, _merge, _seen = read_item(
-        work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        work_ptr, unit, stop, sequences, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
         BLOCK_N, MAX_SPLITS, WINDOW,
     )  # fmt: skip
     turn = 0
     count = 0
     while unit < num_units:
         next_seq, next_begin, next_end, _merge, _seen = read_item(
-            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            work_ptr, next_unit, num_units, sequences, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
         count = fetch(
@@ -147,11 +147,11 @@ def _widen_items(
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGED: gl.constexpr, STAGES: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    num_units, sequences, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     unit = gl.program_id(0)
     next_unit = second_unit()
     _seq, begin, end, _merge, _seen = read_item(
-        work_ptr, unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        work_ptr, unit, num_units, sequences, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
         BLOCK_N, MAX_SPLITS, WINDOW,
     )  # fmt: skip
     turn = 0
@@ -161,7 +161,7 @@ def _widen_items(
             next_unit = take(tickets, turn - 1, WIDENERS)
         turn += 1
         _seq, next_begin, next_end, _merge, _seen = read_item(
-            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            work_ptr, next_unit, num_units, sequences, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
         count = widen(
@@ -228,7 +228,7 @@ def _attend_items(
     out_dims = gl.arange(0, 64, gl.SliceLayout(0, out_layout))
     out_heads = out_rows // GROUP * NUM_HEADS + out_rows % GROUP
     offsets = out_heads[:, None] * HEAD_DIM + out_dims[None, :]
-    num_units, splits, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
+    num_units, sequences, chunk = count_units(work_ptr, NUM_KV_HEADS, MAX_SPLITS, WINDOW)
     q_heads = q_rows // GROUP * NUM_HEADS + q_rows % GROUP
     q_offsets = q_heads[:, None] * HEAD_DIM + q_dims[None, :]
     unit = gl.program_id(0)
@@ -239,7 +239,7 @@ def _attend_items(
     if WINDOWED:
         stop = num_units
     seq, begin, end, merge, seen = read_item(
-        work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
+        work_ptr, unit, stop, sequences, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS,
         BLOCK_N, MAX_SPLITS, WINDOW,
     )  # fmt: skip
     first_head, queries, kv_len, q_a, q_b = read_queries(
@@ -253,7 +253,7 @@ def _attend_items(
             next_unit = take(tickets, turn - 1, 4)
         turn += 1
         next_seq, next_begin, next_end, next_merge, next_seen = read_item(
-            work_ptr, next_unit, num_units, splits, chunk, query_start_ptr, kv_lens_ptr,
+            work_ptr, next_unit, num_units, sequences, chunk, query_start_ptr, kv_lens_ptr,
             NUM_KV_HEADS, BLOCK_N, MAX_SPLITS, WINDOW,
         )  # fmt: skip
         head = unit % NUM_KV_HEADS

@@ -19,28 +19,28 @@ from kernels.triton_window_items import window_cut, window_item
 def count_units(
     work_ptr, NUM_KV_HEADS: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Returns the number of units, and how windows are cut."""
-    splits = 1
+    """Returns the number of units, and how windows are cut: see `window_cut`."""
+    sequences = 1
     chunk = 0
     num_items = gl.load(work_ptr)
     if WINDOW > 0:
-        splits, chunk = window_cut(work_ptr, WINDOW, MAX_SPLITS)
-        num_items = gl.load(work_ptr + 1) * splits
-    return num_items * NUM_KV_HEADS, splits, chunk
+        num_items, sequences, chunk = window_cut(work_ptr, WINDOW, MAX_SPLITS)
+    return num_items * NUM_KV_HEADS, sequences, chunk
 
 
 @gluon.jit
 def read_item(
-    work_ptr, unit, stop, splits, chunk, query_start_ptr, kv_lens_ptr, NUM_KV_HEADS: gl.constexpr,
-    BLOCK_N: gl.constexpr, MAX_SPLITS: gl.constexpr, WINDOW: gl.constexpr,
+    work_ptr, unit, stop, sequences, chunk, query_start_ptr, kv_lens_ptr,
+    NUM_KV_HEADS: gl.constexpr, BLOCK_N: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Returns the sequence, the first key, the end of its keys, where the splits of its sequence
     meet, and the first key of its window."""
     exists = unit < stop
     if WINDOW > 0:
         seq, begin, end, merge, seen = window_item(
-            unit // NUM_KV_HEADS, exists, splits, chunk, query_start_ptr, kv_lens_ptr, WINDOW,
-            BLOCK_N, MAX_SPLITS,
+            unit // NUM_KV_HEADS, exists, sequences, chunk, query_start_ptr, kv_lens_ptr,
+            WINDOW, BLOCK_N, MAX_SPLITS,
         )  # fmt: skip
     else:
         item_ptr = work_ptr + 4 + 4 * (unit // NUM_KV_HEADS)

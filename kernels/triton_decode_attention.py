@@ -148,15 +148,14 @@ def _decode_kernel(
 ):
     num_items = tl.load(work_ptr)
     if HAS_WINDOW:
-        splits, chunk = window_cut(work_ptr, window, MAX_SPLITS)
-        num_items = tl.load(work_ptr + 1) * splits
+        num_items, sequences, chunk = window_cut(work_ptr, window, MAX_SPLITS)
     num_units = num_items * NUM_KV_HEADS
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         head = unit % NUM_KV_HEADS
         if HAS_WINDOW:
             seq, begin, end, merge, seen = window_item(
-                unit // NUM_KV_HEADS, True, splits, chunk, query_start_ptr, kv_lens_ptr, window,
-                BLOCK_N, MAX_SPLITS,
+                unit // NUM_KV_HEADS, True, sequences, chunk, query_start_ptr, kv_lens_ptr,
+                window, BLOCK_N, MAX_SPLITS,
             )  # fmt: skip
             if merge != 0:
                 _attend_item(

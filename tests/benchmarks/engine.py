@@ -239,6 +239,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-decode-slowdown", type=float, default=2.5, help="ours")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
     parser.add_argument(
         "--pool-pages",
@@ -278,6 +279,7 @@ def main() -> None:
             enable_prefix_caching=args.prefix_caching,
             enforce_eager=args.eager,
             mixed_graphs=not args.no_mixed_graphs,
+            others={"max_decode_slowdown": args.max_decode_slowdown},
         )
         asyncio.run(run_ours(args, settings, cases, report))
     summarise(report, args.shape)

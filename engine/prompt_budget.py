@@ -10,9 +10,10 @@ Sarathi-Serve (arXiv 2403.02310), with a budget that follows the measured cost o
 
 Let m be `max_decode_slowdown`. Where the bound applies, prompts have the share 1 - 1/m of a step:
 a first token comes at most about m / (m - 1) times as late as without decoding sequences, and
-prompts never starve. Three things raise the bound: prompts that queue beside few decoding sequences
-and a queue of many seconds, because small steps share the read of the weights among few tokens; and
-steps that would be no shorter with fewer tokens, because the host needs as long to launch them.
+prompts never starve. Four things raise the bound: prompts that queue beside few decoding sequences
+and a queue of many seconds, because small steps share the read of the weights among few tokens;
+prompts that queue where decodes are so fast that nobody notices a longer step; and steps that would
+be no shorter with fewer tokens, because the host needs as long to launch them.
 Where steps with prompts follow each other from a process's beginning, one without them comes in
 between and is measured: all of them are compared with it.
 
@@ -41,6 +42,9 @@ _LEAST = 64
 # Prompts beside a few decoding sequences share the read of the weights with little else: while they
 # queue, up to so many seconds of them, steps may last up to so many times as long as that read.
 _QUEUE_S, _EFFICIENT = 0.1, 6.0
+# Or up to so many seconds: 40 tokens/s are faster than a person reads. In FP8 or over several GPUs,
+# where a decode of 256 sequences lasts 5 to 8 ms, the bound alone makes prompts expensive.
+_UNNOTICED_S = 0.025
 # Beyond so many seconds of queued prompts the bound is relaxed in proportion: steps grow up to
 # `max_num_batched_tokens`, so that an engine under more and more prompts loses no throughput.
 _PATIENCE_S = 1.5
@@ -70,13 +74,14 @@ def prompt_budget(
         num_rows = max(num_decoding, min(num_sequences, config.max_num_seqs))
         limit_s = config.max_decode_slowdown * cost.decode_s(num_rows)
         queued_s = queued_tokens * token_s
-        limit_s = max(limit_s, min(1.0, queued_s / _QUEUE_S) * _EFFICIENT * cost.weights_s)
+        queueing_s = max(_EFFICIENT * cost.weights_s, _UNNOTICED_S)
+        limit_s = max(limit_s, min(1.0, queued_s / _QUEUE_S) * queueing_s)
         limit_s *= max(1.0, queued_s / _PATIENCE_S)
         room_s = limit_s - cost.decode_s(num_decoding)
         # The first prompt tokens beside few sequences look free: the device waits for the weights.
         known = max(_UNMEASURED, _GROWTH * cost.largest_prompt)
         total = num_decoding + min(room_s / token_s, known)
-        total = max(total, cost.as_quick(_rounded(total), num_decoding, room_s))
+        total = cost.fitting_tokens(_rounded(total), num_decoding, room_s)
     elif cost.lacks_decode_steps:
         return 0
     else:

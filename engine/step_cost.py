@@ -115,13 +115,15 @@ class StepCost:
         beyond_s = max(0.0, num_seen - 1.0) * self.added_token_s
         return min([max(seconds / 2, seconds - beyond_s), *(other_s for _, other_s in known[1:])])
 
-    def as_quick(self, num_tokens: int, num_decoding: int, added_s: float) -> int:
+    def fitting_tokens(self, num_tokens: int, num_decoding: int, added_s: float) -> int:
         """Returns the tokens of the largest step, `num_decoding` of them decoding, to which prompts
         are known to add no more than `added_s`, or hardly more than to one of `num_tokens`; or one
-        tile more if that is unknown. `num_tokens` themselves if such a step is unknown.
+        tile more if that is unknown. Fewer than `num_tokens` if prompts are known to add much more
+        to such a step, `num_tokens` themselves if it is unknown.
 
         The host's time to launch a step with prompts does not depend on its size. Where it is
-        longer than the device's, smaller steps are no shorter."""
+        longer than the device's, smaller steps are no shorter. Steps that are no graphs may last
+        twice as long as ones that are hardly smaller."""
         known = self._recently_added(num_decoding)
         tile = num_tokens // TILE
         own = known.get(tile)
@@ -130,12 +132,13 @@ class StepCost:
         fitting = [
             other
             for other, one in known.items()
-            if one.num_prompt > own.num_prompt
-            and (one.added_s <= added_s or self._is_as_quick(one, own))
+            if one.added_s <= added_s
+            or (one.num_prompt > own.num_prompt and self._is_as_quick(one, own))
         ]
-        if not fitting and own.added_s > added_s:
-            return num_tokens
-        largest = max(fitting, default=tile)
+        if own.added_s > added_s and max(fitting, default=0) < tile:
+            is_slow = own.added_s > (1 + _ALIKE) * added_s
+            return max(fitting) * TILE if is_slow and fitting else num_tokens
+        largest = max([tile, *fitting])
         return (largest if largest + 1 in known else largest + 1) * TILE
 
     @staticmethod

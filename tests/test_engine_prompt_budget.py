@@ -157,6 +157,16 @@ def test_prompts_that_queue_get_steps_that_are_worth_the_read_of_the_weights() -
     assert 20e-3 < h200_step_s(queueing, 8) < 30e-3
 
 
+def test_prompts_that_queue_on_a_fast_device_get_steps_that_nobody_notices() -> None:
+    cost = StepCost()
+    for i in range(200):
+        num_prompt, num_decoding = (0, 300, 900, 2048)[i % 4], (4, 16, 64, 256)[i // 4 % 4]
+        cost.observe(num_prompt, num_decoding, h200_step_s(num_prompt, num_decoding) / 3)
+    first, queueing = (prompt_budget(CONFIG, cost, 256, 256, n) for n in (500, 40_000))
+    assert h200_step_s(first, 256) / 3 < 2.6 * cost.decode_s(256) < 0.012
+    assert 0.02 < h200_step_s(queueing, 256) / 3 < 0.026
+
+
 def test_slow_steps_at_the_ends_of_bursts_leave_the_bound_as_it_is() -> None:
     """The last sequences of a burst run alone, with nothing launched beside them. Taken for the
     read of the weights, their steps allowed 31 ms instead of 26, a fifth more than the bound."""

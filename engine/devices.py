@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from kernels.backend import Capability
 from kernels.e4m3 import FIRST_CAPABILITY
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_NVIDIA_SMI_S = 20.0  # it initialises all devices of the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,16 @@ class Devices:
     num_threads: int  # of torch on the CPU
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceLink:
+    """The connection of two CUDA devices, by their numbers in torch."""
+
+    first: int
+    second: int
+    kind: str | None  # in the words of `nvidia-smi topo -m`: NV18, PIX, SYS; None: unknown
+    is_direct: bool  # each reads the other's memory
+
+
 def describe_devices() -> Devices:
     devices, error = _cuda_devices()
     return Devices(
@@ -48,6 +61,58 @@ def describe_devices() -> Devices:
         has_triton=importlib.util.find_spec("triton") is not None,
         num_threads=torch.get_num_threads(),
     )
+
+
+def describe_links() -> tuple[DeviceLink, ...]:
+    """Returns the connections of all pairs of CUDA devices that torch can use."""
+    devices, _ = _cuda_devices()
+    count = len(devices)
+    if count < 2:
+        return ()
+    identities = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
+    numbers = parse_numbers(_nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader"))
+    kinds = parse_topology(_nvidia_smi("topo", "-m"))
+    return tuple(
+        DeviceLink(
+            i,
+            j,
+            kinds.get((numbers.get(identities[i], -1), numbers.get(identities[j], -1))),
+            torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i),
+        )
+        for i, j in combinations(range(count), 2)
+    )
+
+
+def parse_numbers(output: str) -> dict[str, int]:
+    """Returns nvidia-smi's number of each device, by its UUID: CUDA_VISIBLE_DEVICES and CUDA's own
+    order give torch other numbers."""
+    pairs = (line.split(",", 1) for line in output.splitlines() if "," in line)
+    return {uuid.strip(): int(number) for number, uuid in pairs if number.strip().isdigit()}
+
+
+def parse_topology(output: str) -> dict[tuple[int, int], str]:
+    """Returns the kind of each connection in the matrix of `nvidia-smi topo -m`."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in output.splitlines()]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    header = next((row for row in rows if row[0] == "" and "GPU0" in row), [])
+    kinds: dict[tuple[int, int], str] = {}
+    for row in rows:
+        if not (source := re.fullmatch(r"GPU(\d+)", row[0])):
+            continue
+        for name, kind in zip(header[1:], row[1:], strict=False):
+            if target := re.fullmatch(r"GPU(\d+)", name):
+                kinds[int(source[1]), int(target[1])] = kind
+    return kinds
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Returns its output; empty if there is none, as in a container without the tool."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def lacking_capability(capability: Capability, first: Capability) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engine.device_step import DeviceSteps
+from engine.devices import describe_links
 from engine.model import Model
 from engine.runner import ModelRunner
 from engine.types import Request
@@ -115,6 +116,13 @@ def _exchange_in_graph(
         assert torch.equal(first, expected)
         assert torch.equal(second, expected)
     return [checksum(first), checksum(second), checksum(gathered)]
+
+
+def test_the_connections_of_the_devices_are_known() -> None:
+    links = describe_links()
+    count = torch.cuda.device_count()
+    assert len(links) == count * (count - 1) // 2
+    assert all(link.kind for link in links)
 
 
 def test_all_ranks_have_the_same_bits_in_and_out_of_graphs() -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from engine.checks.fit import Fit, estimate_fit
 from engine.config import KVCacheDtype, LoraDtype, QuantizationSetting
-from engine.devices import describe_devices
+from engine.devices import DeviceLink, describe_devices, describe_links
 from engine.errors import UnsupportedModelError
 from engine.host_memory import available_bytes, total_bytes
 from registry.catalog import Catalog
@@ -35,6 +35,13 @@ from serve_app.home import NAME, HomeError, is_open_to_others, prepare
 _GIB = 1024**3
 _DEMO_BASE = "smollm2-135m-instruct"
 State = Literal["ok", "warn", "fail"]
+_LINKS = {  # of `nvidia-smi topo -m`
+    "PIX": "PCIe, one switch",
+    "PXB": "PCIe, several switches",
+    "PHB": "PCIe, the CPU's host bridge",
+    "NODE": "PCIe, several host bridges of a NUMA node",
+    "SYS": "PCIe across NUMA nodes",
+}
 _COLOURS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -143,6 +150,7 @@ def _findings(port: int, registry: config.RegistryArgs) -> Iterator[Finding]:
     yield _cores()
     yield _memory()
     yield _device()
+    yield from _links(describe_links())
     yield _home(config.default_home())
     yield _disk(config.default_home())
     yield _port(port)
@@ -239,6 +247,26 @@ def _device() -> Finding:
             "install the torch build for your driver's CUDA, see pytorch.org",
         )
     return Finding("device", "ok", f"{words}, CPU with {found.num_threads} threads; no NVIDIA GPU")
+
+
+def _links(links: Sequence[DeviceLink]) -> Iterator[Finding]:
+    """Yields the links over which the ranks of `tensor_parallel_size` would exchange sums."""
+    groups: dict[tuple[bool, str | None], list[str]] = {}
+    for link in links:
+        groups.setdefault((link.is_direct, link.kind), []).append(f"{link.first}-{link.second}")
+    for (is_direct, kind), pairs in groups.items():
+        words = f"GPUs {', '.join(pairs)}: {_link_words(kind)}"
+        if is_direct:
+            yield Finding("GPU links", "ok", f"{words}, they read each other's memory")
+        else:
+            remedy = "several ranks exchange sums over NCCL there, more slowly"
+            yield Finding("GPU links", "warn", f"{words}, they are no peers", remedy)
+
+
+def _link_words(kind: str | None) -> str:
+    if kind and kind.startswith("NV") and kind[2:].isdigit():
+        return f"{kind[2:]} NVLinks" if kind != "NV1" else "1 NVLink"
+    return _LINKS.get(kind or "", kind or "nvidia-smi does not say how they are connected")
 
 
 def _home(home: Path) -> Finding:

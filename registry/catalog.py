@@ -24,7 +24,7 @@ from registry.entities import (
     Setting,
     WeightedVersion,
 )
-from registry.errors import InvalidNameError, NotFoundError
+from registry.errors import InvalidNameError, NotFoundError, RefusedVersionError
 from registry.names import (
     Reference,
     join_weighted,
@@ -186,6 +186,7 @@ class Catalog:
             return self._resolve_pair(first, second)
         if first.name in self._bases.by_version:
             return Resolution(self._bases.find(first))
+        self._check_refused(first)
         if first.name in self._adapters.by_version:
             adapter = self._adapters.find(first)
             return Resolution(self._base_of(adapter), (WeightedVersion(adapter),))
@@ -283,6 +284,7 @@ class Catalog:
     def _resolve_pair(self, base: Reference, adapter: Reference) -> Resolution:
         if base.name not in self._bases.by_version:
             raise NotFoundError(f"no base model is named {base.name!r}")
+        self._check_refused(adapter)
         if adapter.name not in self._adapters.by_version:
             raise NotFoundError(f"no adapter is named {adapter.name!r}")
         found = self._adapters.find_for(adapter, base.name)
@@ -299,6 +301,19 @@ class Catalog:
                 f"adapter {adapter} was made for another version of {base.name!r} than {base}"
             )
         return Resolution(named, (WeightedVersion(found),))
+
+    def _check_refused(self, adapter: Reference) -> None:
+        """Raises RefusedVersionError if the files of what is named are refused, and the name has no
+        other version that may be meant."""
+        known = self._adapters.by_version.get(adapter.name, {})
+        if adapter.version in known or (known and adapter.version is None):
+            return
+        for one in sorted(self.rejected, key=attrgetter("version"), reverse=True):
+            is_named = one.name == adapter.name and adapter.version in (None, one.version)
+            if is_named and one.is_told:
+                raise RefusedVersionError(
+                    f"The adapter {one.name!r} version {one.version} cannot be served: {one.reason}"
+                )
 
     def _base_of(self, adapter: AdapterVersion) -> BaseVersion:
         base = self._bases_by_digest.get((adapter.base_name, adapter.base_digest))

@@ -26,7 +26,7 @@ from registry.entities import (
     content_digest,
     manifest_json,
 )
-from registry.errors import NotFoundError, RegistrationError, RegistryError
+from registry.errors import InvalidNameError, NotFoundError, RegistrationError, RegistryError
 from registry.flavor import ADAPTER_CONFIG
 from registry.manifest import MAX_ADAPTER_BYTES, MAX_BASE_BYTES, Progress, no_progress, scan_folder
 from registry.names import check_alias, check_model_id, check_name
@@ -228,13 +228,14 @@ class Registry:
             if isinstance(found, RegistryError):
                 raise found
             if found is None:
-                if is_read and row.tags.get(listing.KIND) == "adapter":
-                    raise RegistrationError(f"tagged as an adapter, but holds no {ADAPTER_CONFIG}")
+                if is_read:
+                    plain_mlflow.check_untagged(row.tags)
                 return None
             forced = row.tags.get(listing.FORCED) == "true"
             base = plain_mlflow.match_base(found, row.tags.get(listing.BASE), bases, forced=forced)
         except RegistryError as error:
-            return Rejected(row.name, row.version, str(error))
+            is_told = isinstance(error, RegistrationError | InvalidNameError)
+            return Rejected(row.name, row.version, str(error), is_told)
         tags = {
             listing.KIND: "adapter",
             listing.ROOT: found.root,

@@ -3,6 +3,7 @@
 RegistryError
 |- InvalidNameError          a name, alias or model string that can never exist
 |- NotFoundError             no such name, alias or version; or an adapter of another base
+|  `- RefusedVersionError    there is one, whose files are refused, with the reason
 |- RegistrationError         a folder or name is refused, with the reason; the registry is unchanged
 |  `- NameTakenError         because of the name, which is that of another entry
 |- ArtifactError             files of a version are missing or not allowed
@@ -26,6 +27,10 @@ class InvalidNameError(RegistryError):
 
 
 class NotFoundError(RegistryError):
+    pass
+
+
+class RefusedVersionError(NotFoundError):
     pass
 
 

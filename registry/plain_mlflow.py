@@ -7,6 +7,7 @@ The caller writes the result into tags; from then on the version is like any oth
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from registry.catalog import Catalog
 from registry.entities import AdapterFacts, BaseVersion, FileEntry, Manifest
 from registry.errors import RegistrationError
 from registry.flavor import ADAPTER_CONFIG, DATA, FLAVOR_NAME
-from registry.listing import FORCED
+from registry.listing import BASE, FORCED, KIND
 from registry.manifest import (
     MAX_ADAPTER_BYTES,
     MAX_CONFIG_BYTES,
@@ -64,6 +65,17 @@ def inspect(repository: ArtifactRepository, scratch: Path) -> PlainAdapter | Non
         check_name(root)  # the file chooses the folder to read
         top = list_files(repository, root)
     return _read(repository, root, top, base, scratch)
+
+
+def check_untagged(tags: Mapping[str, str]) -> None:
+    """Raises RegistrationError if the tags of a version, which holds no adapter, are those of
+    one."""
+    if tags.get(KIND) == "adapter" or (BASE in tags and KIND not in tags):
+        key = KIND if KIND in tags else BASE
+        raise RegistrationError(
+            f"the tag {key} is {tags[key][:200]!r}, but its source holds no {ADAPTER_CONFIG}: "
+            "create a version whose source is the folder with this file"
+        )
 
 
 def match_base(
@@ -177,7 +189,11 @@ def _facts(config: dict[str, object]) -> AdapterFacts:
     ranks = [rank, *(patterns.values() if isinstance(patterns, dict) else ())]
     numbers = [value for value in ranks if isinstance(value, int) and value > 0]
     if not isinstance(rank, int) or not numbers:
-        raise RegistrationError(f"{ADAPTER_CONFIG} has no rank: r is {rank!r}")
+        kind = config.get("peft_type")
+        raise RegistrationError(
+            f"{ADAPTER_CONFIG} has no rank: r is {rank!r}, and peft_type is {kind!r:.100}; only "
+            "'LORA' is served"
+        )
     targets = config.get("target_modules")
     if isinstance(targets, str):
         targets = [targets]

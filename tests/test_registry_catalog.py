@@ -7,8 +7,13 @@ import msgspec
 import pytest
 
 from registry.catalog import Catalog, DefaultAliases
-from registry.entities import AdapterVersion, BaseVersion
-from registry.errors import InvalidNameError, NotFoundError, RegistryError
+from registry.entities import AdapterVersion, BaseVersion, Rejected
+from registry.errors import (
+    InvalidNameError,
+    NotFoundError,
+    RefusedVersionError,
+    RegistryError,
+)
 from registry.names import (
     check_name,
     check_weight,
@@ -292,3 +297,25 @@ def test_a_joined_model_is_split_again(weight: float) -> None:
 def test_a_weight_out_of_its_bounds_is_refused(weight: float) -> None:
     with pytest.raises(InvalidNameError, match=r"between 0\.000001 and 100"):
         check_weight(weight)
+
+
+def test_a_name_of_refused_versions_alone_is_answered_with_the_reason_of_the_highest() -> None:
+    rejected = (
+        Rejected("ia3", 2, "it is IA3", is_told=True),
+        Rejected("ia3", 1, "no weights", is_told=True),
+        Rejected("pirate", 4, "it is IA3", is_told=True),
+        Rejected("hidden", 1, "its store fails"),
+    )
+    catalog = replace(CATALOG, rejected=rejected)
+    for model, words in {
+        "ia3": "The adapter 'ia3' version 2 cannot be served: it is IA3",
+        "tiny:ia3": "The adapter 'ia3' version 2 cannot be served: it is IA3",
+        "ia3@1": "The adapter 'ia3' version 1 cannot be served: no weights",
+        "tiny:pirate@4": "The adapter 'pirate' version 4 cannot be served: it is IA3",
+    }.items():
+        with pytest.raises(RefusedVersionError) as caught:
+            catalog.resolve(model)
+        assert str(caught.value) == words
+    assert catalog.resolve("pirate").versions == "pirate@3"
+    with pytest.raises(NotFoundError, match="no base model or adapter is named 'hidden'"):
+        catalog.resolve("hidden")

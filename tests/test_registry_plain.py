@@ -21,7 +21,13 @@ from registry.cache import Cache
 from registry.catalog import Catalog
 from registry.client import Registry
 from registry.entities import BaseVersion
-from registry.errors import ArtifactError, RegistryError, RegistryUnavailableError
+from registry.errors import (
+    ArtifactError,
+    NotFoundError,
+    RefusedVersionError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 from registry.listing import Row
 from registry.sources import ArtifactSources
 from registry.store import MlflowStore
@@ -201,6 +207,36 @@ def test_other_models_of_the_registry_are_left_alone(uri: str, tmp_path: Path) -
     assert client.get_model_version("forest", "1").tags == {}
 
 
+@pytest.mark.parametrize("tags", [{"loraplex.base": "tiny"}, {"loraplex.kind": "adapter"}])
+def test_a_version_that_is_tagged_as_an_adapter_and_holds_none_in_its_folder_is_rejected(
+    uri: str, tmp_path: Path, tags: dict[str, str]
+) -> None:
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    adapter_folder(tmp_path / "run" / "checkpoint-4")
+    (tmp_path / "run" / "training_args.bin").write_bytes(b"x")
+    register_bare(tmp_path / "run", tags=tags)
+    catalog = registry.snapshot()
+    (rejected,) = catalog.rejected
+    ((key, value),) = tags.items()
+    assert rejected.reason == (
+        f"the tag {key} is {value!r}, but its source holds no adapter_config.json: create a "
+        "version whose source is the folder with this file"
+    )
+    for model in ("pirate", "tiny:pirate"):
+        with pytest.raises(RefusedVersionError, match=f"'pirate' version 1 .*: the tag {key}"):
+            catalog.resolve(model)
+
+
+def test_clients_do_not_learn_which_source_is_not_read(uri: str, tmp_path: Path) -> None:
+    register_base(Registry(uri), tmp_path)
+    client = MlflowClient()
+    client.create_registered_model("pirate")
+    client.create_model_version("pirate", "s3://secrets/x")
+    with pytest.raises(NotFoundError, match=r"^no base model or adapter is named 'pirate'$"):
+        settled(Registry(uri)).resolve("pirate")
+
+
 def test_adapter_without_a_registered_base_is_named_and_found_later(
     uri: str, tmp_path: Path
 ) -> None:
@@ -245,6 +281,7 @@ def test_a_new_base_does_not_take_the_adapters_of_an_older_one_over(newer: str) 
         ("adapter_config.json", "[]", "not a JSON object"),
         ("adapter_config.json", "[" * 100_000, "not JSON"),
         ("adapter_config.json", '{"r": "many"}', "no rank"),
+        ("adapter_config.json", '{"peft_type": "IA3"}', "peft_type is 'IA3'; only 'LORA' is"),
         ("adapter_model.safetensors", None, "no weights in the safetensors format"),
     ],
 )

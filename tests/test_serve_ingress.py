@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from registry.catalog import Catalog
-from registry.entities import AdapterVersion, BaseVersion
+from registry.entities import AdapterVersion, BaseVersion, Rejected
 from registry.errors import (
     ArtifactError,
     CacheFailedError,
@@ -283,6 +283,22 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
     with pytest.raises(AdapterUnsupportedError) as caught:
         gateway.route("dora", None)
     assert shown.json()["error"]["message"] == str(caught.value)
+
+
+def test_an_adapter_whose_files_the_registry_refuses_is_answered_with_the_reason() -> None:
+    base = BaseVersion("base", 1, "d" * 64, "source")
+    gateway = make_gateway()
+    catalog = Catalog((base,), (), (Rejected("ia3", 1, "it is IA3", is_told=True),))
+    served = ServedBase(base, "app", "running", ModelArgs(name="base"))
+    gateway.view = PlatformView("1", catalog, (served,), (), True, None)
+    answer = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL).get("/v1/models/ia3")
+    assert answer.status_code == 422
+    assert answer.json()["error"] == {
+        "message": "The adapter 'ia3' version 1 cannot be served: it is IA3",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "adapter_unsupported",
+    }
 
 
 def test_a_base_that_its_engine_refuses_is_a_field_of_readiness() -> None:

@@ -58,9 +58,15 @@ def module_of(key: str, name: str, targets: Mapping[str, Target]) -> str:
     """Returns the module that a key calls `name`. Raises AdapterError if the base has none."""
     module = canonical(name)
     if module not in targets:
+        remedy = ""
+        if f"model.{module}" in targets:
+            remedy = (
+                ", and the adapter was trained on a model without a head (AutoModel), which "
+                "generates no text: train it on AutoModelForCausalLM"
+            )
         raise AdapterError(
             f"tensor {shown(key)} matches nothing: the base has no module {shown(module)} that can "
-            "be adapted"
+            f"be adapted{remedy}"
         )
     return module
 

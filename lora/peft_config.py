@@ -34,6 +34,9 @@ _PROMPT_KINDS = (
     *("ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
 )
 
+# Values of task_type with a head of their own, which PEFT trains and saves beside the LoRA.
+_HEADED_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+
 # Fields that change the arithmetic and must therefore be absent, null, false or empty.
 _UNSUPPORTED = {
     "fan_in_fan_out": "fan_in_fan_out",
@@ -117,6 +120,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
 def parse_peft_config(fields: dict[str, object]) -> PeftConfig:
     """Checks the fields of a file. Raises AdapterError."""
     _refuse_other_kinds(fields.get("peft_type"))
+    refuse_other_tasks(fields)
     _refuse_unsupported(fields)
     config = replace(
         _parse(fields, "lora_alpha"),
@@ -138,6 +142,7 @@ def read_lycoris_config(folder: Path) -> tuple[str, PeftConfig]:
     kind = fields.get("peft_type")
     if kind not in CONVERTED_KINDS:
         raise AdapterError(f"peft_type is {shown_value(kind)}, neither 'LOHA' nor 'LOKR'")
+    refuse_other_tasks(fields)
     if fields.get("modules_to_save"):
         raise AdapterError(
             "modules_to_save is supported with peft_type 'LORA' alone: merge the adapter and "
@@ -198,6 +203,17 @@ def _refuse_other_kinds(kind: object) -> None:
             "LoRA, or merge the adapter (merge_and_unload) and register a base"
         )
     raise AdapterError(f"peft_type is {shown_value(kind)}, only 'LORA' is served{remedy}")
+
+
+def refuse_other_tasks(fields: Mapping[str, object]) -> None:
+    """Raises AdapterError for an adapter of a model that generates no text, such as a reward
+    model."""
+    if (task := fields.get("task_type")) in _HEADED_TASKS:
+        raise AdapterError(
+            f"task_type is {shown_value(task)}: the adapter belongs to a model with a head that "
+            "scores or labels texts, and only adapters of models that generate text are served "
+            "(task_type CAUSAL_LM)"
+        )
 
 
 def _refuse_unsupported(fields: dict[str, object]) -> None:

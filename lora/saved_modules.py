@@ -32,7 +32,7 @@ from lora.low_rank import (
 )
 from lora.lycoris import Notice
 from lora.module_names import canonical
-from lora.peft_config import read_fields
+from lora.peft_config import read_fields, refuse_other_tasks
 from lora.sites import Site, Target, targets_by_module
 from lora.untrusted import shown
 from lora.vectors import BaseParameter, parse_vector_key
@@ -74,6 +74,7 @@ def convert_saved(
     fields = read_fields(folder)
     if not fields.get("modules_to_save"):
         return None
+    refuse_other_tasks(fields)
     wanted = _names(fields)
     targets = targets_by_module(sites)
     with open_weights(folder) as file:

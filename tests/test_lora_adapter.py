@@ -210,6 +210,11 @@ BAD_TENSORS: dict[str, tuple[Tensors, str]] = {
         good_tensors() | {f"{Q0.replace('.0.', '.7.')}.lora_A.weight": torch.ones(4, HIDDEN)},
         "the base has no module model.layers.7.self_attn.q_proj",
     ),
+    "model without a head": (
+        {key.replace("model.model.", "model."): one for key, one in good_tensors().items()},
+        f"no module {MODULE.removeprefix('model.')} that can be adapted, and the adapter was "
+        "trained on a model without a head (AutoModel), which generates no text: train it on",
+    ),
     "not targeted": (
         good_tensors()
         | {
@@ -301,6 +306,7 @@ def test_a_copy_of_the_base_that_nobody_can_compare_is_refused(tmp_path: Path) -
 BAD_CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ({"peft_type": "ADALORA"}, "or merge the adapter (merge_and_unload) and register a base"),
+    ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS': the adapter belongs to a model with a"),
     ({"peft_type": "PREFIX_TUNING"}, "cannot become LoRA: train LoRA"),
     ({"use_dora": True}, f"a magnitude of DoRA is missing for {MODULE}"),
     ({"use_dora": "false"}, "use_dora must be true or false"),

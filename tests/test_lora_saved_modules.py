@@ -214,6 +214,7 @@ def test_saved_module_that_does_not_fit_is_refused(
     [
         ({"modules_to_save": ["lm_head", "norm"]}, r"whole modules \(norm\), which is not supp"),
         ({"modules_to_save": "lm_head"}, "modules_to_save is not a list"),
+        ({"modules_to_save": ["score"], "task_type": "SEQ_CLS"}, "only adapters of models that ge"),
         ({"use_dora": True}, "has use_dora and saves lm_head"),
         ({"alora_invocation_tokens": [5]}, "has alora_invocation_tokens and saves lm_head"),
     ],

@@ -216,6 +216,21 @@ def test_folder_that_is_no_model_is_refused_before_anything_is_read(
         register_base(registry, tmp_path / "empty", "a:b")
 
 
+def test_a_folder_without_the_model_itself_is_refused_with_where_it_is(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for number in (20, 100):
+        make_adapter_folder(run / f"checkpoint-{number}")
+    with pytest.raises(RegistrationError, match=r"do: 'checkpoint-100', 'checkpoint-20'$"):
+        register_adapter(registry, run, "pirate", "tiny", cache=cache)
+    with pytest.raises(RegistrationError, match=r"it is a whole model: loraplex register base$"):
+        register_adapter(registry, base, "pirate", "tiny", cache=cache)
+    with pytest.raises(RegistrationError, match=r"it is an adapter: loraplex register adapter$"):
+        register_base(registry, run / "checkpoint-20", "other")
+
+
 def test_an_adapter_of_another_base_is_refused_unless_forced(
     registry: Registry, cache: Cache, base: Path, tmp_path: Path
 ) -> None:
@@ -349,6 +364,17 @@ def test_loha_adapter_that_becomes_lora_with_too_large_an_error_is_refused(
     assert num_versions(registry) == (1, 0)
     registered = register_adapter(registry, folder, "loha", "tiny", cache=cache, limits=rough)
     assert registered.version.rank <= 2
+
+
+def test_a_converted_adapter_beyond_the_parity_bound_is_refused_with_the_option_of_its_error(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path
+) -> None:
+    folder = make_loha_folder(tmp_path / "loha", base)
+    with pytest.raises(
+        RegistrationError, match=r"0\. To register it anyway: a smaller --max-error"
+    ):
+        register_adapter(registry, folder, "loha", "tiny", cache=cache, parity=0.0)
+    assert num_versions(registry) == (1, 0)
 
 
 def test_conversion_that_would_last_too_long_is_refused_before_it_begins(

@@ -42,6 +42,12 @@ LIMITS = ConversionLimits(max_error=1e-3)
 
 _NOTICED_MINUTES = 0.1
 
+_KINDS = {
+    "adapter_config.json": "an adapter: loraplex register adapter",
+    "config.json": "a whole model: loraplex register base",
+}
+_MAX_SHOWN = 8  # folders in an error
+
 _REFUSED: tuple[type[Exception], ...] = (
     *(*REFUSALS, RegistrationError),
     *(ParityError, EngineMemoryError),  # the requested measurement is impossible here
@@ -134,6 +140,7 @@ def register_adapter(
             if parity is not None and proof.verdict != "refused":
                 proof = effect.with_parity(proof, servable.folder, folder, base_folder, parity)
         _check_effect(name, proof, allow_noop)
+        _check_parity(name, proof, is_converted=bool(servable.words))
         version = registry.register_adapter(
             servable.folder,
             name,
@@ -241,11 +248,17 @@ def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:
             raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}")
         case "none" if not allow_noop:
             raise RegistrationError(f"adapter {name!r} is refused: {found_out.reason}{_REMEDY}")
+
+
+def _check_parity(name: str, found_out: EffectReport, *, is_converted: bool) -> None:
     parity = found_out.parity
     if parity is not None and not parity.is_within:
+        remedy = "another --parity-bound, or no --parity"
+        if is_converted:
+            remedy = f"a smaller --max-error of its conversion to LoRA, {remedy}"
         raise RegistrationError(
             f"adapter {name!r} is refused: {parity.words}; the bound is {parity.bound:g}. To "
-            "register it anyway: another --parity-bound, or no --parity"
+            f"register it anyway: {remedy}"
         )
 
 
@@ -258,7 +271,20 @@ def _check_request(folder: Path, required: str, name: str, alias: str | None) ->
         words = "is not a folder" if folder.exists() else "does not exist"
         raise RegistrationError(f"{folder} {words}")
     if not (folder / required).is_file():
-        raise RegistrationError(f"{folder} holds no {required}")
+        raise RegistrationError(f"{folder} holds no {required}{_elsewhere(folder, required)}")
+
+
+def _elsewhere(folder: Path, required: str) -> str:
+    """Returns what to give instead of a folder without the required file: one of its folders that
+    has it, as a trainer's checkpoints do, or the same folder to the other command."""
+    for name, words in _KINDS.items():
+        if name != required and (folder / name).is_file():
+            return f", it is {words}"
+    found = sorted(path.parent.name for path in folder.glob(f"*/{required}"))
+    if not found:
+        return ""
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    return f"; these folders in it do: {', '.join(map(ascii, found[:_MAX_SHOWN]))}{more}"
 
 
 def _known_as(folder: Path) -> tuple[str, ...]:

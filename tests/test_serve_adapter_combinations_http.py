@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from registry.catalog import Catalog
@@ -43,10 +45,26 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
         add("split", 2, 0.4, "canary"),
         registry.add_adapter("copy", base, 1, has_files=False),
     )
+    biased = add("biased", 1, 0.1)
+    add_biases(folder / biased.digest)
+    adapters = (*adapters, biased)
     settings = (Setting("split", "canary_weight", "1"),)
     registry.write(Catalog((base,), adapters, settings=settings))
     args = rig_args(200, BASE)
     return run_on_cpu(serve_port, registry, args, kv_cache_bytes=4 * 1024**2, dtype="float32")
+
+
+def add_biases(folder: Path) -> None:
+    """Makes an adapter one with lora_bias."""
+    path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_bias": True}))
+    tensors = load_file(weights)
+    biases = {
+        key.replace("lora_B.weight", "lora_B.bias"): torch.ones(len(tensor))
+        for key, tensor in tensors.items()
+        if "lora_B" in key
+    }
+    save_file(tensors | biases, weights)
 
 
 @pytest.fixture
@@ -135,6 +153,17 @@ def test_a_count_of_tokens_means_the_adapters_of_the_field(client: httpx.Client)
     answer = count("a", "none")
     assert answer.status_code == 404, answer.text
     assert "no adapter is named 'none'" in answer.json()["error"]["message"]
+
+
+def test_adapters_that_cannot_be_together_are_refused_by_name(client: httpx.Client) -> None:
+    assert complete(client, f"{BASE}:biased")[1] == "biased@1"
+    for is_stream in (False, True):
+        answer = post(client, f"{BASE}:a+biased", stream=is_stream)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == (
+            "adapter 'biased' uses DoRA or has trained biases, and can neither have a weight nor "
+            "be together with others"
+        )
 
 
 def test_a_canary_has_no_share_of_combinations(rig: Rig, client: httpx.Client) -> None:

@@ -34,6 +34,7 @@ from serve_app.api.model_access import (
     check_route,
     find_route,
     name_adapters,
+    name_digests,
 )
 from serve_app.api.state import IngressState, state_of
 from serve_app.canary.split import sticky_key
@@ -193,6 +194,7 @@ async def complete(http: HttpRequest, kind: type[GenerationRequest]) -> Response
         raise
     except Exception as error:
         state.observer.end(record, error)
+        error = name_digests(error, record.resolution)
         error = name_adapters(state.gateway, caller, body, error)
         response = error_response(named(error, body), http.scope)
     response.headers.update(headers | accounting.headers(state, caller, http.url.path))

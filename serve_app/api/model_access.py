@@ -86,6 +86,17 @@ def unknown(view: PlatformView, model: str) -> Exception:
     )
 
 
+def name_digests(error: Exception, resolution: Resolution | None) -> Exception:
+    """Returns the error; if it is an engine's about the adapters of the request, with their names
+    in place of their digests, which are all that the engine knows."""
+    if resolution is None or not isinstance(error, InvalidRequestError):
+        return error
+    words = error.message
+    for one in resolution.adapters:
+        words = words.replace(one.version.digest, repr(one.version.name))
+    return error if words == error.message else InvalidRequestError(words, error.param)
+
+
 def name_adapters(
     gateway: Gateway,
     caller: Caller | None,

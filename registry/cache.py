@@ -62,20 +62,20 @@ class Cache:
         """`leaves_room`: without `max_bytes` the limit is a share of the disk's present free
         bytes."""
         self.root = root
-        _make_folders(root)
         self._locks = Locks(root / "locks")
         self._quota = Quota(root, self._locks, max_bytes)
-        if max_bytes is None and leaves_room:
-            self._quota.limit_to_disk()
         self._quarantine = quarantine
         self._held: dict[str, tuple[int, int]] = {}  # tree -> descriptor of its lock, holders
         self._counts: Counter[str] = Counter()
         self._mutex = threading.Lock()
-        with self._quota.locked():
-            try:
-                self._quota.make_room(0)  # the limit may have changed
-            except CacheFullError as error:
-                logger.warning("the cache is larger than its limit: %s", error)
+        with self._folders():
+            if max_bytes is None and leaves_room:
+                self._quota.limit_to_disk()
+            with self._quota.locked():
+                try:
+                    self._quota.make_room(0)  # the limit may have changed
+                except CacheFullError as error:
+                    logger.warning("the cache is larger than its limit: %s", error)
 
     def tree(
         self,
@@ -155,7 +155,8 @@ class Cache:
 
     def size_bytes(self) -> int:
         """Returns the bytes of all blobs, each counted once however many trees have it."""
-        return sum(entry.stat().st_size for entry in os.scandir(self.root / "blobs"))
+        with self._folders():
+            return sum(entry.stat().st_size for entry in os.scandir(self.root / "blobs"))
 
     def remove(self, digest: str) -> int:
         """Releases all trees of a digest that this process holds, and removes those that no other

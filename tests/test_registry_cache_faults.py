@@ -305,6 +305,21 @@ def test_a_folder_that_is_removed_while_it_is_measured_is_an_error_of_the_regist
         cache.stats()
 
 
+def test_a_cache_that_cannot_be_opened_names_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheFailedError, match="Not a directory"):
+        Cache(tmp_path / "file")
+
+    def read_only(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Locks, "acquire", read_only)
+    with pytest.raises(CacheFailedError, match=r"disk of the local copies fails.*Read-only"):
+        Cache(tmp_path / "cache")
+
+
 def test_a_tree_is_held_though_its_lock_was_removed(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     get(cache, "a")

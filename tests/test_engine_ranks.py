@@ -27,6 +27,7 @@ from engine.core import Engine
 from engine.device_step import DeviceSteps
 from engine.errors import EngineDeadError, EngineError, UnsupportedModelError
 from engine.factory import FolderReader, open_engine
+from engine.parallel.channel import StepSegment
 from engine.resolved import resolve_device
 from engine.runner import ModelRunner
 from engine.step_draws import Drawn
@@ -141,6 +142,24 @@ def test_random_steps_of_two_ranks_give_the_samples_of_one(
             runner.adapters.release(key)
     alone, both = results
     assert all(map(_close, both, alone))
+
+
+def test_steps_that_have_no_room_leave_the_ranks_together(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("a step of 9 bytes does not fit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepSegment, "write", refuse)
+        for _ in range(3):  # there are two slots
+            with pytest.raises(ValueError, match="does not fit"):
+                step(runners[1], part(make_sequence([1, 2], 0, _LOGPROBS)))
+    for _ in range(3):
+        alone, both = (
+            step(runner, part(make_sequence([1, 2, 3], 0, _LOGPROBS)))[0] for runner in runners
+        )
+        assert _close(both, alone)
 
 
 def test_an_adapter_that_comes_again_is_the_new_one_on_all_ranks(

@@ -313,7 +313,7 @@ def _check_shapes(
     ):
         if found != wanted:
             is_vocabulary = name == _VOCABULARY.get(module)
-            remedy = extended_remedy((found, 1), (wanted, 1)) if is_vocabulary else ""
+            remedy = extended_remedy((found,), (wanted,)) if is_vocabulary else ""
             raise AdapterError(
                 f"lora_{half} of {module} has {name} {found}, the base has {wanted}{remedy}"
             )

@@ -45,8 +45,9 @@ def is_whole(key: str) -> bool:
 
 
 def extended_remedy(found: Sequence[int], wanted: Sequence[int]) -> str:
-    """Returns what to do about a matrix of a vocabulary with more tokens than the base's."""
-    if len(found) != 2 or found[0] <= wanted[0]:
+    """Returns what to do about a tensor whose first length, that of a vocabulary, is more than the
+    base's. Arguments are shapes."""
+    if len(found) != len(wanted) or found[0] <= wanted[0]:
         return ""
     return (
         ": for a vocabulary that was extended, register the base as it was saved after "

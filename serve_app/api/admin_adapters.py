@@ -26,7 +26,7 @@ from serve_app.admin_api import (
     EngineResult,
     EngineResults,
 )
-from serve_app.api.admin_auth import require_admin
+from serve_app.api.admin_auth import known_parameters, require_admin
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
@@ -36,7 +36,9 @@ from serve_app.messages import PIN, AdapterChange, EngineOutcome, ReplicaAdapter
 from serve_app.ray_calls import RAY_ERRORS, ask_manager, results_of, root_cause
 
 router = APIRouter(
-    prefix="/admin/adapters", dependencies=[Depends(require_admin)], include_in_schema=False
+    prefix="/admin/adapters",
+    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    include_in_schema=False,
 )
 
 _CALL_TIMEOUT_S = 110.0  # a preload may have to download first

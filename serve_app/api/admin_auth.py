@@ -7,9 +7,12 @@ is a key with every scope.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Set
 
 from fastapi import Request
+from fastapi.routing import APIRoute
 
+from engine.errors import InvalidRequestError
 from serve_app.config import ADMIN_TOKEN, secret
 from serve_app.errors import ApiError
 from serve_app.tenancy.caller import Caller
@@ -29,6 +32,20 @@ def require_admin(request: Request) -> None:
             "The admin token is missing or wrong; send authorization: Bearer <token>.",
             code="invalid_admin_token",
         )
+
+
+def known_parameters(request: Request) -> None:
+    """A dependency of routes: raises InvalidRequestError for a parameter of the URL that the route
+    does not declare. One with a typing error would be no filter at all."""
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    refuse_unknown(request, {field.alias for field in route.dependant.query_params})
+
+
+def refuse_unknown(request: Request, known: Set[str]) -> None:
+    if unknown := sorted(set(request.query_params) - known):
+        remedy = f"use {', '.join(sorted(known))}" if known else "there are none here"
+        raise InvalidRequestError(f"{unknown[0]}: unknown; {remedy}.", unknown[0])
 
 
 def is_admin(request: Request) -> bool:

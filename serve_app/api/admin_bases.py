@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from engine.errors import InvalidRequestError
 from registry.names import check_name
-from serve_app.api.admin_auth import require_admin
+from serve_app.api.admin_auth import known_parameters, require_admin
 from serve_app.api.state import state_of
 from serve_app.config import ModelArgs, in_words
 from serve_app.control.base_plan import check_added
@@ -18,7 +18,9 @@ from serve_app.openai.json_body import json_error
 from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
-    prefix="/admin/bases", dependencies=[Depends(require_admin)], include_in_schema=False
+    prefix="/admin/bases",
+    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    include_in_schema=False,
 )
 
 

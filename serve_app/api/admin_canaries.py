@@ -7,7 +7,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_app.api.admin_auth import require_admin
+from serve_app.api.admin_auth import known_parameters, require_admin
 from serve_app.api.state import state_of
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
@@ -16,7 +16,9 @@ from serve_app.openai.json_body import parse_body
 from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
-    prefix="/admin/canaries", dependencies=[Depends(require_admin)], include_in_schema=False
+    prefix="/admin/canaries",
+    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    include_in_schema=False,
 )
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from engine.types import key_digests
 from serve_app.admin_api import ExpectedMs, RouteAnswer, RouteLine
-from serve_app.api.admin_auth import require_admin
+from serve_app.api.admin_auth import known_parameters, require_admin
 from serve_app.api.completions import ClientRequest, prepare, session_key
 from serve_app.api.state import state_of
 from serve_app.dispatch.base_handle import Route
@@ -23,7 +23,11 @@ from serve_app.openai.json_body import parse_body
 from serve_app.routing.policy import Ranked
 from serve_app.routing.state import routing_state
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=False)
+router = APIRouter(
+    prefix="/admin",
+    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    include_in_schema=False,
+)
 
 
 @router.post("/route")

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from engine.errors import InvalidRequestError
 from serve_app.admin_api import UsageLine, UsageLines, usage_csv
-from serve_app.api.admin_auth import caller_of, require_admin
+from serve_app.api.admin_auth import caller_of, refuse_unknown, require_admin
 from serve_app.api.state import state_of
 from serve_app.errors import shown
 from serve_app.http.asgi import json_response
@@ -43,8 +43,7 @@ async def own_usage(request: Request) -> Response:
 
 async def _answer(request: Request, key_id: str | None) -> Response:
     given = request.query_params
-    if unknown := sorted(set(given) - _PARAMETERS):
-        raise _bad(unknown[0], f"unknown; use {', '.join(sorted(_PARAMETERS))}")
+    refuse_unknown(request, _PARAMETERS)
     kind = given.get("format", "json")
     if kind not in ("json", "csv"):
         raise _bad("format", f"must be json or csv, got {shown(kind)}")

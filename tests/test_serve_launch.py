@@ -131,6 +131,11 @@ def test_an_application_on_a_host_for_other_machines_is_not_built_without_a_gate
             r"max_model_len\?",
         ),
         ("args:", "args:\n      registy: {}", r"args\.registy: .*; did you mean registry\?"),
+        (
+            "args:",
+            "args:\n      tenancy: {prices: {big: {outputs: 1}}}",
+            r"args\.tenancy\.prices\.big\.outputs: .*; did you mean output\?",
+        ),
         ("{name: tiny}", "{name: tiny, router: {policy: 'no:X'}}", "policy 'no:X' cannot be imp"),
         ("args:", "args:\n      registry: {artifact_schemes: [S3]}", "artifact_schemes"),
     ],

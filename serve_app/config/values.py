@@ -220,8 +220,8 @@ def _known_fields(schema: type[BaseModel], place: tuple[int | str, ...]) -> Coll
     """Returns the names of the fields at a place within a schema."""
     schemas = [schema]
     for part in place:
-        if isinstance(part, str):
-            within = [one.model_fields[part] for one in schemas if part in one.model_fields]
+        within = [one.model_fields[part] for one in schemas if part in one.model_fields]
+        if within:  # otherwise an index, or a key of a mapping, such as a model's name
             schemas = [inner for field in within for inner in schemas_of(field.annotation)]
     return [name for one in schemas for name in one.model_fields]
 

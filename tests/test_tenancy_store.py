@@ -44,8 +44,8 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'new folder' / 'loraplex.db'}"
+    if request.param == "sqlite":  # a busy machine may be at a transaction for seconds
+        return f"sqlite:///{tmp_path / 'new folder' / 'loraplex.db'}?timeout=180"
     server: Postgres = request.getfixturevalue("postgres")
     return server.uri
 

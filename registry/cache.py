@@ -171,7 +171,7 @@ class Cache:
         """Walks the folder, so it belongs into a thread."""
         with self._folders():
             own_bytes = self._quota.own_bytes()
-        quarantined = 0 if self._quarantine is None else len(self._quarantine.verdicts())
+            quarantined = 0 if self._quarantine is None else len(self._quarantine.verdicts())
         with self._mutex:
             return CacheStats(
                 own_bytes,

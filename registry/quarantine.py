@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from registry.errors import QuarantinedError
+from registry.files import disk_errors
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +118,20 @@ class FolderQuarantine(Quarantine):
     ) -> None:
         super().__init__(now_s, random_share)
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.verdicts()  # removes the expired files
+        with disk_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            self.verdicts()  # removes the expired files
 
     def clear(self, digest: str) -> None:
         with suppress(FileNotFoundError):
             (self._folder / digest).unlink()
 
     def _digests(self) -> list[str]:
-        return [name for name in os.listdir(self._folder) if _DIGEST.fullmatch(name)]
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:  # removed by a user
+            return []
+        return [name for name in names if _DIGEST.fullmatch(name)]
 
     def _read(self, digest: str) -> Verdict | None:
         try:
@@ -140,6 +146,7 @@ class FolderQuarantine(Quarantine):
     def _write(self, digest: str, verdict: Verdict) -> None:
         fresh = self._folder / f"{digest}.new"  # safe: the caller holds the digest's lock
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # a user may have removed it
             fresh.write_text(json.dumps(asdict(verdict)))
             fresh.rename(self._folder / digest)
         except OSError as error:  # such as a full disk: the next request retries

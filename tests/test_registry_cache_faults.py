@@ -278,17 +278,30 @@ def test_bad_files_are_fetched_once_however_many_wait(tmp_path: Path) -> None:
     assert cache.stats().num_quarantined == 0
 
 
-@pytest.mark.parametrize("lost", [".", "blobs", "trees", "notes", "manifests", "locks", "tmp"])
+@pytest.mark.parametrize(
+    "lost", [".", "blobs", "trees", "notes", "manifests", "locks", "tmp", "quarantine"]
+)
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, lost: str) -> None:
     """Users free a disk by hand while a server runs."""
-    cache = Cache(tmp_path / "cache")
+    root = tmp_path / "cache"
+    cache = Cache(root, quarantine=FolderQuarantine(root / "quarantine"))
     get(cache, "a")
-    shutil.rmtree(tmp_path / "cache" / lost)
+    shutil.rmtree(root / lost)
     assert cache.digests() <= {digest_of("a")}
     assert cache.stats().num_quarantined == 0
     for name in ("a", "b"):
         assert is_right(get(cache, name), name)
-    shutil.rmtree(tmp_path / "cache" / lost)
+    shutil.rmtree(root / lost, ignore_errors=True)
+    bad, manifest = (
+        FarSide(files_of("c") | {"adapter_model.safetensors": b"forged"}),
+        manifest_of(files_of("c")),
+    )
+    with pytest.raises(DigestMismatchError):
+        cache.tree(content_digest(manifest), manifest, bad)
+    with pytest.raises(QuarantinedError):
+        cache.tree(content_digest(manifest), manifest, bad)
+    assert cache.stats().num_quarantined == 1
+    shutil.rmtree(root / lost)
     cache.remove(digest_of("a"))
 
 
@@ -309,8 +322,9 @@ def test_a_cache_that_cannot_be_opened_names_its_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CacheFailedError, match="Not a directory"):
-        Cache(tmp_path / "file")
+    for opened in (Cache, FolderQuarantine):
+        with pytest.raises(CacheFailedError, match=r"Not a directory|File exists"):
+            opened(tmp_path / "file")
 
     def read_only(*_: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -19,6 +19,7 @@ from registry.catalog import Catalog, visible
 from registry.catalog_file import CatalogFile
 from registry.entities import AdapterVersion, BaseVersion, Setting
 from registry.errors import (
+    CacheFailedError,
     CacheFullError,
     RegistrationError,
     RegistryError,
@@ -30,6 +31,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = "<eos>"
+UNREADABLE = "unreadable"
 EOS_ID = 256  # after the bytes
 V = TypeVar("V", BaseVersion, AdapterVersion)
 
@@ -38,7 +40,8 @@ V = TypeVar("V", BaseVersion, AdapterVersion)
 class FolderRegistry:
     """`catalog.json` in the folder is the snapshot; without it the registry is down.
 
-    `DIGEST.full` next to the files of a version: the disk has no room for a copy of them."""
+    `DIGEST.full` next to the files of a version: the disk has no room for a copy of them.
+    UNREADABLE: the cache's disk fails when it is measured."""
 
     folder: Path
 
@@ -133,6 +136,8 @@ class FolderRegistry:
         CatalogFile(self.folder / "last.json", "here").write(catalog)
 
     def cache_stats(self) -> CacheStats:
+        if (self.folder / UNREADABLE).exists():
+            raise CacheFailedError("the disk of the local copies fails: Input/output error")
         return CacheStats(0, None, 0, 0, 0, 0, 0)
 
     def add_base(self, name: str, version: int = 1, *, has_files: bool = True) -> BaseVersion:

@@ -22,6 +22,7 @@ from registry.catalog import Catalog
 from serve_app.config import MigrationArgs
 from serve_app.control.base_status import ReplicaCounts, count_replicas, read_status
 from tests.fakes_engine import CRASH_TOKEN, REFUSED
+from tests.fakes_registry import UNREADABLE
 from tests.serve_rig import (
     FRONT_TIMEOUT_S,
     RIG_ADAPTER,
@@ -32,6 +33,7 @@ from tests.serve_rig import (
     metric,
     processes,
     rig_args,
+    scrape,
     wait_ready,
 )
 from tests.waiting import eventually, until
@@ -527,6 +529,16 @@ def test_an_adapter_for_which_the_disk_has_no_room_fails_alone(
         assert client.post("/v1/completions", json=completion()).status_code == 200
     no_room.unlink()
     assert client.post("/v1/completions", json=completion(model="large")).status_code == 200
+
+
+def test_a_disk_that_fails_takes_no_metric_of_an_engine_away(
+    rig: Rig, client: httpx.Client
+) -> None:
+    unreadable = rig.registry.folder / UNREADABLE
+    unreadable.touch()
+    eventually(lambda: "loraplex_cache_bytes{" not in scrape(client))  # which has an engine's
+    unreadable.unlink()
+    eventually(lambda: "loraplex_cache_bytes{" in scrape(client))
 
 
 # An engine that dies

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from engine.errors import EngineDeadError, UnknownAdapterError
 from engine.types import Resident
 from registry.entities import AdapterVersion
+from registry.errors import CacheFailedError
 from serve_app.autoscaling.stats import ScalingStats
 from serve_app.config import log_format
 from serve_app.errors import AdapterUnsupportedError, EngineGoneError
@@ -189,11 +190,12 @@ class EngineReplica:
 
     async def metrics(self) -> bytes:
         engine: bytes = await self._actor.metrics.remote()
-        stats = await asyncio.to_thread(self._registry.cache_stats)
         labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
-        cache = cache_text(stats, len(self._loads.refused), labels)
         tasks = failures_text({"process": "replica", **labels})
-        texts = [engine, cache, self._loads.times.text(labels), tasks]
+        texts = [engine, self._loads.times.text(labels), tasks]
+        with suppress(CacheFailedError):  # its disk fails: the others are wanted all the more
+            stats = await asyncio.to_thread(self._registry.cache_stats)
+            texts.append(cache_text(stats, len(self._loads.refused), labels))
         with suppress(TimeoutError):  # a long step: the engine answers between two steps
             async with asyncio.timeout(_RESIDENTS_S):
                 residents: tuple[Resident, ...] = await self._actor.adapters.remote()

@@ -287,6 +287,26 @@ def test_haproxy_is_in_front_of_bases_on_a_gpu(
     assert ("HAProxy is not installed" in capsys.readouterr().out) == (program is None)
 
 
+@pytest.mark.parametrize(
+    ("models", "has_gpu", "wanted"),
+    [
+        ([{}], False, False),
+        ([{"replicas": 2}], False, True),
+        ([{"autoscaling": {"max_replicas": 2}}], False, True),
+        ([{}, {"engine": {"device": "cpu"}}], False, True),
+        ([{}, {"engine": {"device": "cpu"}}], True, False),
+        ([{"replicas": 2}], True, False),
+    ],
+)
+def test_engines_share_cores_if_several_of_them_are_on_cpus(
+    models: list[dict[str, object]], has_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [{"name": f"base-{number}", **model} for number, model in enumerate(models)]
+    args = PlatformArgs.model_validate({"models": named})
+    monkeypatch.setattr(serve, "_has_gpu", lambda: has_gpu)
+    assert serve._shares_cores(ServeFile(Path("serve.yaml"), "127.0.0.1", 8000, args)) == wanted
+
+
 def test_the_program_of_haproxy_comes_with_ray() -> None:
     found = launch.find_haproxy()
     assert found is not None

@@ -82,6 +82,10 @@ def serve(
                 config.FRONT_LIMITS: wanted.args.ingress.model_dump_json(),
                 config.LOG_FORMAT: log_format.value,
             }
+            if _shares_cores(wanted):
+                # Threads of an engine that spin while they wait take the cores of the others: a
+                # step is some 20 times as long.
+                environment.setdefault("OMP_WAIT_POLICY", "passive")
             log = _new_log(home / "logs")
             if haproxy is None:
                 haproxy = _wants_haproxy(wanted)
@@ -102,6 +106,17 @@ def serve(
 
 def _has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _shares_cores(wanted: ServeFile) -> bool:
+    """Returns whether several engines may compute on the same CPU cores."""
+    has_gpu = _has_gpu()
+    most = [
+        model.replicas if model.autoscaling is None else model.autoscaling.max_replicas
+        for model in wanted.args.models
+        if model.engine.device == "cpu" or (model.engine.device == "auto" and not has_gpu)
+    ]
+    return sum(most) > 1
 
 
 def _wants_haproxy(wanted: ServeFile) -> bool:

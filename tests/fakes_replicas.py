@@ -130,6 +130,7 @@ class Fleet:
     rate: float
     args: MigrationArgs = field(default_factory=lambda: MigrationArgs(timeout_s=60.0))
     replicas: dict[str, Replica] = field(default_factory=dict)
+    max_num_seqs: int = 256  # of each engine that is added
     num_refusals: int = 0  # so many calls are refused first
     return_s: float = 0.0  # so long after its last token a call returns
     num_cancelled: int = 0  # calls
@@ -142,7 +143,7 @@ class Fleet:
 
     @property
     def base(self) -> BaseHandle:
-        return made_base(self.args, self)
+        return made_base(self.args, self, max_num_seqs=self.max_num_seqs)
 
     @property
     def placed(self) -> list[tuple[str, SubmitCall]]:
@@ -154,6 +155,7 @@ class Fleet:
 
     def add(self) -> Replica:
         replica = Replica(f"e{len(self.replicas)}", self.rate)
+        replica.engine.max_num_seqs = self.max_num_seqs
         self.replicas[replica.engine_id] = replica
         self.tell()
         return replica
@@ -207,14 +209,17 @@ class Fleet:
 
 
 def made_base(
-    args: MigrationArgs, handle: object = None, text: BaseText | None = None
+    args: MigrationArgs,
+    handle: object = None,
+    text: BaseText | None = None,
+    max_num_seqs: int = 256,
 ) -> BaseHandle:
     """`text` may be left out where no text is read."""
     return BaseHandle(
         BaseVersion("base", 1, "b" * 64, ""),
         APP,
         cast(DeploymentHandle[object], handle),
-        BaseDescription({}, PacedEngine().model_limits),
+        BaseDescription({}, PacedEngine(max_num_seqs=max_num_seqs).model_limits),
         cast(BaseText, text),
         0.0,
         migration=args,

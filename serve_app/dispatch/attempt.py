@@ -57,6 +57,8 @@ class Attempt:
         self.is_movable = base.migration.limit > 0
         self.app_name = base.app_name
         self.call_id = call.routing.call_id
+        self.num_sequences = call.routing.num_sequences
+        self.max_num_seqs = base.description.limits.max_num_seqs  # of an engine of the base
         self.began_s = time.monotonic()
         self._is_closed = False
         self.stream = server.open(request.request_id for request in call.requests)

@@ -1,9 +1,10 @@
 """The migration state of a request: which engines it left, and whether a failure ends it or moves
 it to another engine.
 
-A death, a silence or a lack of memory counts against the limit, a drain does not. An engine that
-was dead before the request came, a full queue or a missing adapter is retried until the time limit
-of the current migration. For suspects see `generation`. Reads errors and clocks, calls no engine.
+A death, a silence or a lack of memory counts against the limit, a drain or a wait for a row does
+not. An engine that was dead before the request came, a full queue or a missing adapter is retried
+until the time limit of the current migration. For suspects see `generation`. Reads errors and
+clocks, calls no engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from engine.errors import EngineDeadError, UnknownAdapterError
 from registry.errors import CacheFailedError, CacheFullError, RegistryUnavailableError
 from serve_app.dispatch.attempt import Attempt, CallCancelledError, UnconnectedError
 from serve_app.dispatch.base_handle import BaseHandle
-from serve_app.dispatch.migrations import Migrations, ReplicaLeavesError, SilentEngineError
+from serve_app.dispatch.migrations import (
+    FreeRowsError,
+    Migrations,
+    ReplicaLeavesError,
+    SilentEngineError,
+)
 from serve_app.errors import (
     AdapterUnsupportedError,
     EngineGoneError,
@@ -94,6 +100,8 @@ class MigrationState:
             raise error
         if isinstance(error, ReplicaLeavesError):
             self._begin("drain")
+        elif isinstance(error, FreeRowsError):
+            self._begin("wait")
         elif _is_loss(error) and not (
             # Serve may send requests to a dead replica for some time: that is no second death.
             engine_id is not None and self._migrations.server.has_lost(engine_id, attempt.began_s)

@@ -2,8 +2,9 @@
 
 Holds every live attempt. Attempts on a draining replica, or on an engine silent for `silence_s`,
 fail so that their generations continue on another replica, as soon as there is one; attempts sent
-to an engine that was already silent fail sooner. Also holds the queues of suspects, the quarantine
-and the metrics. Ignorant of tokens.
+to an engine that was already silent fail sooner, and attempts that wait for a row of a batch while
+another engine has one free. Also holds the queues of suspects, the quarantine and the metrics.
+Ignorant of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from serve_app.dispatch.attempt import Attempt
 from serve_app.dispatch.request_quarantine import RequestQuarantine
@@ -32,6 +33,10 @@ _SAME_DEATH_S = 5.0  # reports of an engine's death within this time are of the 
 
 class ReplicaLeavesError(Exception):
     """The engine's replica drains: its requests continue on another replica."""
+
+
+class FreeRowsError(Exception):
+    """The request waits for a row of its engine's batch, and another engine has free rows."""
 
 
 class SilentEngineError(EngineGoneError):
@@ -198,6 +203,7 @@ class Migrations:
             for attempt in tuple(attempts):
                 if attempt.is_movable:
                     self._check_silence(attempt)
+            self._use_free_rows(self._up.get(app_name, frozenset()), attempts)
         for gone in self._gone.values():
             gone &= self.server.engines
 
@@ -213,6 +219,35 @@ class Migrations:
                 attempt.stream.fail(ReplicaLeavesError())
             else:  # it left because it died: its calls are about to report the same
                 attempt.stream.fail(EngineGoneError(f"engine {engine_id} is gone", engine_id))
+
+    def _use_free_rows(self, up: frozenset[str], attempts: Collection[Attempt]) -> None:
+        """Fails as many attempts that wait for a row as other engines have rows free: an engine
+        that came after they were sent would idle while they wait for the end of long answers. Each
+        request moves at most once for this reason."""
+        loads = {name: load for name, load in self.server.loads.items() if name in up}
+        waiting = {
+            name: load.num_waiting - load.num_waiting_for_adapter for name, load in loads.items()
+        }
+        if not any(waiting.values()):
+            return
+        max_num_seqs = next(iter(attempts)).max_num_seqs  # of each engine of the base
+        free = [
+            max(0, max_num_seqs - load.num_running)
+            for name, load in loads.items()
+            if not waiting[name] and (self.server.silence_s(name) or 0.0) <= self._shun_s
+        ]
+        silent = [attempt for attempt in attempts if not attempt.stream.has_output]
+        on_their_way = sum(attempt.num_sequences for attempt in silent if not attempt.is_first)
+        num_free, before_s = sum(free) - on_their_way, time.monotonic() - _CHECK_INTERVAL_S
+        for attempt in sorted(silent, key=lambda one: -one.began_s):  # the newest wait
+            engine_id, size = attempt.stream.engine_id or "", attempt.num_sequences
+            if waiting.get(engine_id, 0) <= 0:
+                continue
+            waiting[engine_id] -= size
+            may_move = attempt.is_movable and attempt.is_first and attempt.began_s < before_s
+            if may_move and size <= num_free:
+                num_free -= size
+                attempt.stream.fail(FreeRowsError("another engine has free rows"))
 
     def _check_silence(self, attempt: Attempt) -> None:
         engine_id = self.engine_of(attempt)

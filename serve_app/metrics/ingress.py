@@ -14,7 +14,7 @@ from typing import Literal
 from serve_app.metrics.exposition import as_text, counter, gauge, histogram
 from serve_app.metrics.histograms import GAP_SECONDS, SECONDS, Histogram
 
-Reason = Literal["death", "drain", "silence", "memory"]  # of a migration
+Reason = Literal["death", "drain", "silence", "memory", "wait"]  # of a migration
 
 OTHER_TENANTS = "other"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))

@@ -371,6 +371,7 @@ async def test_drained_requests_move_at_once_and_are_aborted_where_they_were() -
 
 async def test_the_last_replica_of_a_base_is_left_to_end_its_requests_itself() -> None:
     async with running_fleet(1) as fleet:
+        fleet.replicas["e0"].engine.pause_at = 20  # it does not end before the other one comes
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         fleet.drain("e0")

@@ -310,7 +310,7 @@ class Catalog:
             return
         for one in sorted(self.rejected, key=attrgetter("version"), reverse=True):
             is_named = one.name == adapter.name and adapter.version in (None, one.version)
-            if is_named and one.is_told:
+            if is_named and one.is_public:
                 raise RefusedVersionError(
                     f"The adapter {one.name!r} version {one.version} cannot be served: {one.reason}"
                 )

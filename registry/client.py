@@ -234,8 +234,8 @@ class Registry:
             forced = row.tags.get(listing.FORCED) == "true"
             base = plain_mlflow.match_base(found, row.tags.get(listing.BASE), bases, forced=forced)
         except RegistryError as error:
-            is_told = isinstance(error, RegistrationError | InvalidNameError)
-            return Rejected(row.name, row.version, str(error), is_told)
+            is_public = isinstance(error, RegistrationError | InvalidNameError)
+            return Rejected(row.name, row.version, str(error), is_public)
         tags = {
             listing.KIND: "adapter",
             listing.ROOT: found.root,

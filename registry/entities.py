@@ -143,7 +143,7 @@ class Rejected:
     name: str
     version: int
     reason: str
-    is_told: bool = False  # whether clients get the reason: it is about the content of its files
+    is_public: bool = False  # whether clients get the reason: it is about the content of its files
 
 
 @dataclass(frozen=True, slots=True)

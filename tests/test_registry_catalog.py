@@ -301,9 +301,9 @@ def test_a_weight_out_of_its_bounds_is_refused(weight: float) -> None:
 
 def test_a_name_of_refused_versions_alone_is_answered_with_the_reason_of_the_highest() -> None:
     rejected = (
-        Rejected("ia3", 2, "it is IA3", is_told=True),
-        Rejected("ia3", 1, "no weights", is_told=True),
-        Rejected("pirate", 4, "it is IA3", is_told=True),
+        Rejected("ia3", 2, "it is IA3", is_public=True),
+        Rejected("ia3", 1, "no weights", is_public=True),
+        Rejected("pirate", 4, "it is IA3", is_public=True),
         Rejected("hidden", 1, "its store fails"),
     )
     catalog = replace(CATALOG, rejected=rejected)

@@ -288,7 +288,7 @@ def test_a_refused_adapter_is_shown_as_little_as_it_is_served() -> None:
 def test_an_adapter_whose_files_the_registry_refuses_is_answered_with_the_reason() -> None:
     base = BaseVersion("base", 1, "d" * 64, "source")
     gateway = make_gateway()
-    catalog = Catalog((base,), (), (Rejected("ia3", 1, "it is IA3", is_told=True),))
+    catalog = Catalog((base,), (), (Rejected("ia3", 1, "it is IA3", is_public=True),))
     served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     gateway.view = PlatformView("1", catalog, (served,), (), True, None)
     answer = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL).get("/v1/models/ia3")

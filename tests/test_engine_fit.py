@@ -198,7 +198,7 @@ def test_a_gguf_file_is_registered_by_its_path(
     path = write_gguf(tmp_path / "tiny-Q8_0.gguf")
     assert run("register", "base", str(path), "--name", "tiny") == 0
     said = capsys.readouterr().out
-    assert "stored as" in said
+    assert "plain weights in bfloat16, converted from Q8_0 (15 tensors), F32 (5 tensors)" in said
     version = open_registry(None).snapshot().resolve("tiny").base
     assert version.architecture == "LlamaForCausalLM"
     assert "tiny-q8_0" in version.known_as

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -45,8 +46,9 @@ _EOS_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 
 def convert_gguf(
     gguf_path: Path, out_dir: Path, progress: Callable[[str], None] = logger.info
-) -> None:
-    """Writes `out_dir` as a whole or not at all. Raises OSError for a file that cannot be opened,
+) -> dict[str, int]:
+    """Writes `out_dir` as a whole or not at all. Returns the number of tensors of each type in the
+    file, the most frequent type first. Raises OSError for a file that cannot be opened,
     UnsupportedModelError for one that is no GGUF or is cut off, and for a model, a tokenizer or a
     type that is not read."""
     if out_dir.exists():
@@ -69,6 +71,7 @@ def convert_gguf(
         progress("converting to bfloat16 safetensors")
         _save_weights(partial, named, metadata.architecture, parsed)
         progress(f"saved {out_dir}")
+    return dict(Counter(tensor.tensor_type.name for tensor in named.values()).most_common())
 
 
 def _eos_ids(metadata: Metadata, vocab_size: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,10 +28,16 @@ _MODES: dict[bool | None, ProbeMode] = {None: "auto", True: "always", False: "ne
 
 def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
     registry = open_registry(tracking_uri)
-    with byte_progress() as progress, _as_folder(folder, progress) as (found, is_ours):
-        _print_fit(found)
+    with byte_progress() as progress, _as_folder(folder, progress) as (found, types):
+        _print_fit(found, types)
         registered = register_base(
-            registry, found, name, alias=alias, link=is_ours, model_id=model_id, progress=progress
+            registry,
+            found,
+            name,
+            alias=alias,
+            link=bool(types),
+            model_id=model_id,
+            progress=progress,
         )
     version = registered.version
     _print_version(
@@ -103,19 +110,24 @@ def adapter(
     _print_warnings(registered.warnings)
 
 
-def _print_fit(folder: Path) -> None:
-    """Prints the needs of the base before its weights are read. A refusal is left to the
-    registration, whose error has the base's name."""
+def _print_fit(folder: Path, types: Mapping[str, int]) -> None:
+    """Prints the needs of the base before its weights are read, and the types of the GGUF file
+    that it was made of. A refusal is left to the registration, whose error has the base's name."""
     with suppress(UnsupportedModelError):
-        print_facts(estimate_fit(folder).facts().items())
+        fit = estimate_fit(folder)
+        if types:
+            made_of = ", ".join(f"{kind} ({count} tensors)" for kind, count in types.items())
+            fit = replace(fit, stored_as=f"plain weights in bfloat16, converted from {made_of}")
+        print_facts(fit.facts().items())
 
 
 @contextmanager
-def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
-    """Yields the folder of a base and whether it is ours: that of a GGUF file is made here, beside
-    the store so that its files can be linked, and is named as the file."""
+def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, dict[str, int]]]:
+    """Yields the folder of a base and the number of tensors of each type of the GGUF file that it
+    is made of; none for a folder that is given. The folder is made beside the store, so that its
+    files can be linked, and is named as the file."""
     if path.suffix.lower() != ".gguf" or not path.is_file():
-        yield path, False
+        yield path, {}
         return
     try:
         from engine.tools.gguf import convert_gguf  # it needs packages of the extra `demo`
@@ -126,10 +138,12 @@ def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
     with TemporaryDirectory(prefix=".gguf.", dir=home) as scratch:
         folder = Path(scratch) / path.stem
         try:
-            convert_gguf(path, folder, lambda stage: progress(stage, 0, path.stat().st_size))
+            types = convert_gguf(
+                path, folder, lambda stage: progress(stage, 0, path.stat().st_size)
+            )
         except (UnsupportedModelError, ValueError, IndexError) as error:
             raise Failure(f"{path.name} cannot be read: {error}") from error
-        yield folder, True
+        yield folder, types
 
 
 def _activation(version: AdapterVersion) -> dict[str, str]:

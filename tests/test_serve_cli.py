@@ -581,6 +581,46 @@ def test_a_folder_that_is_missing_is_not_called_a_file(
         assert f"{path} {words}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("runs:/12ab/adapter", "`mlflow artifacts download -u runs:/12ab/adapter -d FOLDER`"),
+        ("models:/pirate/3", "`mlflow artifacts download -u models:/pirate/3 -d FOLDER`"),
+        ("mlflow-artifacts:/1/a", "download -u mlflow-artifacts:///1/a -d FOLDER`"),
+        ("file:///data/my%20adapter", "is a URI, and a folder is needed: /data/my adapter\n"),
+        ("hf://org/name", "`hf download org/name --local-dir FOLDER`, then register FOLDER\n"),
+        ("https://huggingface.co/org/name", "`hf download org/name --local-dir FOLDER`"),
+        ("org/name", "does not exist; if it is a repository of the Hugging Face Hub: `hf download"),
+        ("s3://bucket/adapter", "fetch its files, then register their folder\n"),
+        ("org/missing.gguf", "org/missing.gguf does not exist\n"),
+    ],
+)
+def test_an_address_in_place_of_a_folder_is_refused_with_the_command_that_fetches_it(
+    capsys: pytest.CaptureFixture[str], address: str, words: str
+) -> None:
+    for kind in (("base",), ("adapter", "--base", "tiny")):
+        assert run("register", kind[0], address, "--name", "mine", *kind[1:]) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        is_version = address.startswith(("runs", "models", "mlflow")) and kind[0] == "adapter"
+        assert ("its tag loraplex.base names the base" in said) == is_version
+    assert run("doctor", "--base", address) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_doctor_of_a_gguf_file_names_the_command_that_converts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    assert run("doctor", "--base", str(path)) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"is a GGUF file, which has no fit before it is converted: `loraplex register base {path}"
+        in said
+    )
+
+
 def test_doctor_fails_where_the_home_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -647,9 +687,12 @@ def test_doctor_refuses_a_base_that_is_no_folder_and_a_wrong_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = make_base_folder(tmp_path / "base")
-    for path in (tmp_path / "nowhere", base / "config.json"):
+    for path, words in (
+        (tmp_path / "nowhere", "does not exist"),
+        (base / "config.json", "is not a folder"),
+    ):
         assert run("doctor", "--base", str(path)) == 1
-        assert f"--base {path} is not a folder" in capsys.readouterr().err
+        assert f"--base {path} {words}" in capsys.readouterr().err
     for memory in ("-1", "0", "nan", "inf", "1e300"):
         assert run("doctor", "--base", str(base), "--memory", memory) == 2
         assert "'--memory'" in capsys.readouterr().err

@@ -33,6 +33,7 @@ from registry.manifest import MAX_CONFIG_BYTES, Progress, no_progress
 from registry.names import check_alias, check_model_id, check_name, model_key
 from registry.plain_mlflow import check_trained_on, is_folded_for
 from serve_app.cli import effect
+from serve_app.cli.addresses import Kind, describe_missing
 from serve_app.text.base_text import BaseText
 
 _REMEDY = ". Is the adapter untrained? To register it anyway: --allow-noop"
@@ -268,7 +269,8 @@ def _check_request(folder: Path, required: str, name: str, alias: str | None) ->
     if alias is not None:
         check_alias(alias)
     if not folder.is_dir():
-        words = "is not a folder" if folder.exists() else "does not exist"
+        kind: Kind = "base" if required == "config.json" else "adapter"
+        words = "is not a folder" if folder.exists() else describe_missing(folder, kind)
         raise RegistrationError(f"{folder} {words}")
     if not (folder / required).is_file():
         raise RegistrationError(f"{folder} holds no {required}{_elsewhere(folder, required)}")

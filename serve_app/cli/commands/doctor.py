@@ -27,6 +27,7 @@ from registry.errors import RegistryError
 from registry.store import shown_uri
 from serve_app import config
 from serve_app.cli import launch
+from serve_app.cli.addresses import describe_missing
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
 from serve_app.cli.commands.store import read_catalog
 from serve_app.control.base_plan import SERVE, parse_setting
@@ -79,7 +80,7 @@ def doctor(
     if base is not None and tracking_uri is not None:
         raise Failure("--base and --tracking-uri exclude each other: a folder needs no registry")
     if base is not None and not base.is_dir():
-        raise Failure(f"--base {base} is not a folder")
+        raise Failure(f"--base {base} {_no_folder(base)}")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
@@ -108,6 +109,17 @@ def doctor(
     if failed:
         what = "loraplex can serve here" if base is None else "loraplex can serve this base"
         raise Failure(f"{failed} of these must be put right before {what}")
+
+
+def _no_folder(path: Path) -> str:
+    if not path.exists():
+        return describe_missing(path, "base")
+    if path.suffix.lower() != ".gguf":
+        return "is not a folder"
+    return (
+        "is a GGUF file, which has no fit before it is converted: `loraplex register base "
+        f"{path} --name NAME` converts it to bfloat16 and prints the fit"
+    )
 
 
 def _base(

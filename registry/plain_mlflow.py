@@ -30,6 +30,7 @@ from registry.manifest import (
 from registry.names import check_name, model_key
 
 FOLDED_FOR = "loraplex_folded_for"  # in adapter_config.json, as `engine.checks.moved_scales`
+_BITSANDBYTES = ("-unsloth-bnb-4bit", "-bnb-4bit")  # behind a base's name, as Unsloth publishes it
 _MAX_INVOCATION = 512  # tokens, as `lora.peft_config` allows
 
 
@@ -112,9 +113,11 @@ def is_folded_for(folded_for: str, base: BaseVersion) -> bool:
     return bool(folded_for)
 
 
-def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> None:
+def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> str:
     """Raises RegistrationError if the adapter names a model that it was trained on, and the base
-    has no such name. Only the last parts of paths and ids are compared, in lower case. An AWQ base
+    has no such name. Only the last parts of paths and ids are compared, in lower case. The base in
+    bitsandbytes' 4 bits is the base, too, since what enters its linear layers is the same: returns
+    a sentence about that for the user, otherwise "". An AWQ base
     computes with other activations than the base that it was made of, whose name its files may
     hold: its adapters must name an AWQ base."""
     if base.quantization.startswith("awq ") and "awq" not in model_key(trained_on):
@@ -123,11 +126,26 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> None:
             f"that was trained on the unquantized base needs --unquantized-base FOLDER; {remedy}"
         )
     names = (base.name, base.model_id, *base.known_as)
-    if trained_on and model_key(trained_on) not in {model_key(name) for name in names}:
+    keys = {model_key(name) for name in names if name}
+    if trained_on and model_key(trained_on) not in keys:
+        if not base.quantization.startswith("awq ") and _without_4_bits(trained_on) in keys:
+            return (
+                f"base_model_name_or_path is {trained_on[:200]!r}: the adapter was trained on "
+                f"{base.name!r} rounded to bitsandbytes' 4 bits, and is served on {base.name!r} as "
+                "it is registered"
+            )
         known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
         raise RegistrationError(
             f"base_model_name_or_path is {trained_on[:200]!r}, but the base is {known}; {remedy}"
         )
+    return ""
+
+
+def _without_4_bits(trained_on: str) -> str:
+    """Returns the key of the base of which a name means bitsandbytes' 4 bits, otherwise ""."""
+    key = model_key(trained_on)
+    ending = next((one for one in _BITSANDBYTES if key.endswith(one)), "")
+    return key.removesuffix(ending) if ending else ""
 
 
 def _flavors(repository: ArtifactRepository, target: Path) -> dict[str, object]:

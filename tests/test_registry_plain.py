@@ -25,6 +25,7 @@ from registry.errors import (
     ArtifactError,
     NotFoundError,
     RefusedVersionError,
+    RegistrationError,
     RegistryError,
     RegistryUnavailableError,
 )
@@ -262,6 +263,20 @@ def test_an_adapter_that_names_another_base_is_rejected_unless_forced(
     assert "'organisation/another'" in catalog.rejected[0].reason
     client.set_model_version_tag("pirate", "1", "loraplex.force", "true")
     assert registry.snapshot().resolve("tiny:pirate").adapter is not None
+
+
+@pytest.mark.parametrize("quantization", ["", "bitsandbytes nf4", "awq 4 bits"])
+def test_an_adapter_of_bitsandbytes_4_bits_has_any_base_of_that_name_but_an_awq_base(
+    quantization: str,
+) -> None:
+    base = BaseVersion("tiny-awq", 1, "1" * 64, "", created_s=100, quantization=quantization)
+    trained_on = "unsloth/tiny-awq-bnb-4bit"
+    adapter = plain_mlflow.PlainAdapter("", (), ADAPTER_FACTS, (), trained_on)
+    if quantization.startswith("awq"):
+        with pytest.raises(RegistrationError, match="but the base is 'tiny-awq'"):
+            plain_mlflow.match_base(adapter, "tiny-awq", Catalog((base,)))
+    else:
+        assert plain_mlflow.match_base(adapter, "tiny-awq", Catalog((base,))) == base
 
 
 @pytest.mark.parametrize("newer", ["aaa", "zzz"])

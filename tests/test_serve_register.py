@@ -252,6 +252,31 @@ def test_an_adapter_may_call_its_base_by_any_of_its_names(
     assert registry.snapshot().resolve("Meta/Tiny-1B:own").adapter is not None
 
 
+@pytest.mark.parametrize("name", ["tiny-bnb-4bit", "Tiny-1B-unsloth-bnb-4bit"])
+def test_an_adapter_of_the_base_in_bitsandbytes_4_bits_is_registered_with_a_notice(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path, name: str
+) -> None:
+    register_base(registry, base, "tiny", model_id="Meta/Tiny-1B")
+    folder = make_adapter_folder(tmp_path / "own", trained_on=f"unsloth/{name}")
+    notice = register_adapter(registry, folder, "own", "tiny", cache=cache).warnings[0]
+    assert notice == (
+        f"base_model_name_or_path is 'unsloth/{name}': the adapter was trained on 'tiny' "
+        "rounded to bitsandbytes' 4 bits, and is served on 'tiny' as it is registered"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-AWQ", "tiny-awq-4bit", "other-bnb-4bit", "-bnb-4bit", "tiny-awq-bnb-4bit"]
+)
+def test_other_endings_of_a_name_mean_another_base(
+    registry: Registry, cache: Cache, base: Path, tmp_path: Path, name: str
+) -> None:
+    folder = make_adapter_folder(tmp_path / "other", trained_on=f"unsloth/{name}")
+    with pytest.raises(RegistrationError, match=rf"'unsloth/{name}', but the base is 'tiny'"):
+        register_adapter(registry, folder, "other", "tiny", cache=cache)
+    assert num_versions(registry) == (1, 0)
+
+
 def test_a_base_registered_by_its_repository_id_has_both_names(
     registry: Registry, tmp_path: Path
 ) -> None:

@@ -125,7 +125,9 @@ def register_adapter(
     checked = f"{found.name}@{found.version}"  # even if an alias moves meanwhile
     what = f"adapter {name!r} for base {checked}"
     with _refused(what):
-        _check_lineage(folder, found, unquantized_base, force, has_parity=parity is not None)
+        notice = _check_lineage(
+            folder, found, unquantized_base, force, has_parity=parity is not None
+        )
     base_folder = registry.fetch(found, cache, progress=progress)
     with tempfile.TemporaryDirectory(prefix="loraplex-") as scratch:
         with _refused(what):
@@ -154,7 +156,8 @@ def register_adapter(
             effect=effect.record(proof, name, found),
             progress=progress,
         )
-    warnings = (*servable.notes, *report.warnings, *proof.warnings)
+    notices = (notice,) if notice else ()
+    warnings = (*notices, *servable.notes, *report.warnings, *proof.warnings)
     return Registration(version, warnings, proof)
 
 
@@ -220,13 +223,14 @@ def _check_lineage(
     force: bool,
     *,
     has_parity: bool,
-) -> None:
-    """Raises RegistrationError for an adapter of another base."""
+) -> str:
+    """Raises RegistrationError for an adapter of another base. Returns a sentence for the user
+    about one of the same base in other bits, otherwise ""."""
     is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
     if unquantized_base is None:
         if not is_folded and not force:
             trained_on = _field(folder / "adapter_config.json", "base_model_name_or_path")
-            check_trained_on(trained_on, base, "to register it anyway: --force")
+            return check_trained_on(trained_on, base, "to register it anyway: --force")
     elif has_parity:
         raise RegistrationError(
             "--parity is not for --unquantized-base: PEFT reads the adapter before it is folded"
@@ -241,6 +245,7 @@ def _check_lineage(
         raise RegistrationError(
             f"--unquantized-base {unquantized_base} is no folder of a base: it has no config.json"
         )
+    return ""
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

@@ -13,6 +13,7 @@ Next to the fit, `LongestSteps` bounds the duration of a step that is not hung.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -36,6 +37,7 @@ TILE = 128  # tokens: the sizes by which steps with prompts are remembered
 _REMEMBERED = 128  # steps with prompt tokens
 _BLIND = 4  # steps with prompts, after which one without is due
 _ALIKE = 0.25  # of the time that prompts add: hardly more
+_QUICKER = 1.1  # times the prompt tokens per second: more than noise
 _LEAST: Vector = (1e-6, 1e-9 * _TOKENS, 0.0)  # 0 would mean unknown
 
 
@@ -119,7 +121,8 @@ class StepCost:
         """Returns the tokens of the largest step, `num_decoding` of them decoding, to which prompts
         are known to add no more than `added_s`, or hardly more than to one of `num_tokens`; or one
         tile more if that is unknown. Fewer than `num_tokens` if prompts are known to add much more
-        to such a step, `num_tokens` themselves if it is unknown.
+        to such a step, or to be computed faster in smaller ones; `num_tokens` themselves if it is
+        unknown.
 
         The host's time to launch a step with prompts does not depend on its size. Where it is
         longer than the device's, smaller steps are no shorter. Steps that are no graphs may last
@@ -129,17 +132,33 @@ class StepCost:
         own = known.get(tile)
         if own is None:
             return num_tokens
-        fitting = [
-            other
+        fitting = {
+            other: one
             for other, one in known.items()
             if one.added_s <= added_s
             or (one.num_prompt > own.num_prompt and self._is_as_quick(one, own))
-        ]
-        if own.added_s > added_s and max(fitting, default=0) < tile:
-            is_slow = own.added_s > (1 + _ALIKE) * added_s
-            return max(fitting) * TILE if is_slow and fitting else num_tokens
-        largest = max([tile, *fitting])
+        }
+        if own.added_s <= (1 + _ALIKE) * added_s:
+            fitting[tile] = own
+        if not fitting:
+            return num_tokens
+        largest, quickest = max(fitting), self._quickest(fitting, num_decoding)
+        if quickest != largest:
+            return quickest * TILE
+        if own.added_s > added_s and largest <= tile:
+            return num_tokens if largest == tile else largest * TILE
         return (largest if largest + 1 in known else largest + 1) * TILE
+
+    def _quickest(self, fitting: Mapping[int, _Added], num_decoding: int) -> int:
+        """Returns the tiles of the largest step, or of a smaller one if prompts are computed faster
+        in many such steps: the larger one is beyond the largest graph."""
+        decode_s = self.decode_s(num_decoding)
+        rates = {
+            tile: max(0, tile * TILE - num_decoding) / (decode_s + one.added_s)
+            for tile, one in fitting.items()
+        }
+        largest, quickest = max(rates), max(rates, key=rates.__getitem__)
+        return quickest if rates[quickest] > _QUICKER * rates[largest] else largest
 
     @staticmethod
     def _is_as_quick(larger: _Added, smaller: _Added) -> bool:

@@ -167,6 +167,18 @@ def test_prompts_that_queue_on_a_fast_device_get_steps_that_nobody_notices() -> 
     assert 0.02 < h200_step_s(queueing, 256) / 3 < 0.026
 
 
+def test_prompts_that_queue_stay_in_the_graphs_where_larger_steps_compute_them_slower() -> None:
+    """Steps of 512 tokens are graphs here and last 11 ms; of 640, which 25 ms allow,
+    25."""
+    cost = StepCost()
+    for i in range(200):
+        num_prompt = (0, 284, 412, 540, 668)[i % 5]
+        cost.observe(
+            num_prompt, 100, (0.0025 if num_prompt < 500 else 0.016) + 14e-6 * (num_prompt + 100)
+        )
+    assert prompt_budget(CONFIG, cost, 100, 100, 20_000) == 412
+
+
 def test_slow_steps_at_the_ends_of_bursts_leave_the_bound_as_it_is() -> None:
     """The last sequences of a burst run alone, with nothing launched beside them. Taken for the
     read of the weights, their steps allowed 31 ms instead of 26, a fifth more than the bound."""

@@ -290,15 +290,17 @@ def test_an_adapter_whose_files_the_registry_refuses_is_answered_with_the_reason
     gateway = make_gateway()
     catalog = Catalog((base,), (), (Rejected("ia3", 1, "it is IA3", is_public=True),))
     served = ServedBase(base, "app", "running", ModelArgs(name="base"))
-    gateway.view = PlatformView("1", catalog, (served,), (), True, None)
-    answer = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL).get("/v1/models/ia3")
-    assert answer.status_code == 422
-    assert answer.json()["error"] == {
-        "message": "The adapter 'ia3' version 1 cannot be served: it is IA3",
-        "type": "invalid_request_error",
-        "param": "model",
-        "code": "adapter_unsupported",
-    }
+    client = TestClient(ingress_of(IngressArgs(), gateway), base_url=LOCAL)
+    for registry_error in (None, "it is down"):
+        gateway.view = PlatformView("1", catalog, (served,), (), True, registry_error)
+        answer = client.get("/v1/models/ia3")
+        assert answer.status_code == 422
+        assert answer.json()["error"] == {
+            "message": "The adapter 'ia3' version 1 cannot be served: it is IA3",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "adapter_unsupported",
+        }
 
 
 def test_a_base_that_its_engine_refuses_is_a_field_of_readiness() -> None:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from starlette.types import Receive, Scope, Send
 
 from registry.catalog import Catalog, Resolution
-from registry.entities import AdapterVersion, BaseVersion, WeightedVersion
+from registry.entities import AdapterVersion, BaseVersion, Rejected, WeightedVersion
 from serve_app.api.completions import ClientRequest
 from serve_app.api.ingress import _note_act, build_asgi
 from serve_app.api.model_access import check_body
@@ -225,6 +225,35 @@ async def test_a_forbidden_and_an_unknown_name_answer_alike(world: World) -> Non
     answer = await world.http.post("/v1/messages", json=message, headers=headers)
     assert answer.json()["error"]["type"] == "not_found_error"
     assert (await world.http.get("/v1/models/sql", headers=headers)).status_code == 200
+
+
+async def test_the_reason_of_a_refused_version_is_for_keys_that_may_use_it_alone(
+    world: World,
+) -> None:
+    refused = Rejected("ia3", 2, "it is IA3", is_told=True)
+    view = world.state.gateway.view
+    assert view is not None
+    world.state.gateway.view = replace(view, catalog=replace(view.catalog, rejected=(refused,)))
+    names = ("ia3", "ia3@2", "base:ia3", "base:sql+ia3")
+    for models, told in {
+        ("*",): ("ia3", "ia3@2", "base:ia3"),
+        ("ia3",): ("ia3", "ia3@2"),  # not whether there is a base of this name
+        ("ia3@2", "base:*"): ("ia3@2",),
+        ("ia3", "base:ia3"): ("ia3", "ia3@2", "base:ia3"),
+        ("base", "base:*", "sql"): (),
+    }.items():
+        headers = await world.key(models=models)
+        for name in names:
+            answer = await world.http.get(f"/v1/models/{name}", headers=headers)
+            chat = {"model": name, **CHAT}
+            other = await world.http.post("/v1/chat/completions", json=chat, headers=headers)
+            assert (models, name, answer.status_code) == (
+                models,
+                name,
+                422 if name in told else 404,
+            )
+            assert other.json() == answer.json()
+            assert ("it is IA3" in answer.text) == (name in told)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from starlette.types import Receive
 
 from engine.errors import InvalidRequestError
 from registry.catalog import Resolution
-from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.errors import NotFoundError, RefusedVersionError, RegistryUnavailableError
+from registry.names import parse_model, split_adapters
 from serve_app.api.model_list import names_of
 from serve_app.api.state import IngressState, view_of
 from serve_app.dispatch.base_handle import Route
@@ -29,6 +30,7 @@ def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
     if there is no such model.
 
     A split between two versions counts as the stable version: a canary is its operator's choice.
+    The reason why a version is refused is for keys that may use it alone.
     """
     if caller is None:
         return
@@ -36,6 +38,10 @@ def check_model(gateway: Gateway, caller: Caller | None, model: str) -> None:
     try:
         found = [one for one, _ in view.catalog.resolve_each(model)]
         is_allowed = all(caller.policy.allows(names_of(one)) for one in found)
+    except RefusedVersionError:
+        if _allows_refused(caller, view, model):
+            raise
+        is_allowed = False
     except NotFoundError:
         is_allowed = False
     if not is_allowed:
@@ -75,6 +81,18 @@ def _allows(caller: Caller, resolution: Resolution) -> bool:
     """Returns True if the key may use the model, and of several adapters each."""
     each = [Resolution(resolution.base, (one,)) for one in resolution.adapters]
     return all(caller.policy.allows(names_of(one)) for one in each or [resolution])
+
+
+def _allows_refused(caller: Caller, view: PlatformView, model: str) -> bool:
+    """Returns True if the key may use a refused adapter, whose base is not known: its globs match
+    the adapter's name, and together with a base if the request names one."""
+    (name, _), *more = split_adapters(view.catalog.registered(model))
+    first, second = parse_model(name)
+    groups = [(first.name, str(first))]
+    if second is not None:
+        pair = f"{first.name}:{second.name}", f"{first.name}:{second}"
+        groups = [(second.name, str(second)), pair]
+    return not more and all(caller.policy.allows(names) for names in groups)
 
 
 def unknown(view: PlatformView, model: str) -> Exception:

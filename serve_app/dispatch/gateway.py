@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from engine.errors import InvalidRequestError, UnsupportedModelError
 from registry.catalog import Resolution
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.errors import NotFoundError, RefusedVersionError, RegistryUnavailableError
 from registry.names import parse_model
 from serve_app.admission.queue import AdmissionQueues
 from serve_app.canary.arm_stats import ArmStats
@@ -395,6 +395,6 @@ def _registry_read(view: PlatformView) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        if view.registry_error is None:
+        if view.registry_error is None or isinstance(error, RefusedVersionError):
             raise
         raise RegistryUnavailableError(str(error)) from None

@@ -70,8 +70,8 @@ def describe_links() -> tuple[DeviceLink, ...]:
     if count < 2:
         return ()
     identities = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
-    numbers = parse_numbers(_nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader"))
-    kinds = parse_topology(_nvidia_smi("topo", "-m"))
+    numbers = parse_numbers(nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader"))
+    kinds = parse_topology(nvidia_smi("topo", "-m"))
     return tuple(
         DeviceLink(
             i,
@@ -87,7 +87,7 @@ def parse_numbers(output: str) -> dict[str, int]:
     """Returns nvidia-smi's number of each device, by its UUID: CUDA_VISIBLE_DEVICES and CUDA's own
     order give torch other numbers."""
     pairs = (line.split(",", 1) for line in output.splitlines() if "," in line)
-    return {uuid.strip(): int(number) for number, uuid in pairs if number.strip().isdigit()}
+    return {uuid.strip(): int(number) for number, uuid in pairs if number.strip().isdecimal()}
 
 
 def parse_topology(output: str) -> dict[tuple[int, int], str]:
@@ -105,14 +105,14 @@ def parse_topology(output: str) -> dict[tuple[int, int], str]:
     return kinds
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
     """Returns its output; empty if there is none, as in a container without the tool."""
     command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+        done = subprocess.run(command, capture_output=True, timeout=_NVIDIA_SMI_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
 
 
 def lacking_capability(capability: Capability, first: Capability) -> str | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from engine.devices import DeviceLink, parse_numbers, parse_topology
+from pathlib import Path
+
+import pytest
+
+from engine.devices import DeviceLink, nvidia_smi, parse_numbers, parse_topology
 from serve_app.cli.commands.doctor import _links
 
 # Of a host with two pairs of GPUs, as nvidia-smi prints it: tabs, and a header that is underlined.
@@ -27,6 +31,27 @@ def test_the_matrix_of_connections_is_read() -> None:
 def test_devices_are_found_by_their_identity() -> None:
     assert parse_numbers("0, GPU-aa\n1, GPU-bb\n") == {"GPU-aa": 0, "GPU-bb": 1}
     assert parse_numbers("No devices were found\n") == {}
+    assert parse_numbers("\N{SUPERSCRIPT TWO}, GPU-cc\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "output"),
+    [
+        (None, ""),
+        ("#!/bin/sh\nprintf '0, GPU-\\377\\n'\n", "0, GPU-\N{REPLACEMENT CHARACTER}\n"),
+        ("#!/bin/sh\necho Failed to initialize NVML\nexit 9\n", ""),
+        ("#!/no/such/shell\n", ""),
+    ],
+    ids=["missing", "no UTF-8", "failed", "broken"],
+)
+def test_whatever_the_tool_prints_is_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, output: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert nvidia_smi("topo", "-m") == output
 
 
 def test_pairs_of_one_kind_are_one_finding() -> None:

@@ -41,7 +41,7 @@ class FolderRegistry:
     """`catalog.json` in the folder is the snapshot; without it the registry is down.
 
     `DIGEST.full` next to the files of a version: the disk has no room for a copy of them.
-    UNREADABLE: the cache's disk fails when it is measured."""
+    UNREADABLE: the cache's disk fails when it is measured; with a text: it is full."""
 
     folder: Path
 
@@ -136,8 +136,9 @@ class FolderRegistry:
         CatalogFile(self.folder / "last.json", "here").write(catalog)
 
     def cache_stats(self) -> CacheStats:
-        if (self.folder / UNREADABLE).exists():
-            raise CacheFailedError("the disk of the local copies fails: Input/output error")
+        unreadable = self.folder / UNREADABLE
+        if unreadable.exists():
+            raise (CacheFullError if unreadable.read_text() else CacheFailedError)("the disk")
         return CacheStats(0, None, 0, 0, 0, 0, 0)
 
     def add_base(self, name: str, version: int = 1, *, has_files: bool = True) -> BaseVersion:

@@ -531,11 +531,12 @@ def test_an_adapter_for_which_the_disk_has_no_room_fails_alone(
     assert client.post("/v1/completions", json=completion(model="large")).status_code == 200
 
 
+@pytest.mark.parametrize("text", ["", "full"])
 def test_a_disk_that_fails_takes_no_metric_of_an_engine_away(
-    rig: Rig, client: httpx.Client
+    rig: Rig, client: httpx.Client, text: str
 ) -> None:
     unreadable = rig.registry.folder / UNREADABLE
-    unreadable.touch()
+    unreadable.write_text(text)
     eventually(lambda: "loraplex_cache_bytes{" not in scrape(client))  # which has an engine's
     unreadable.unlink()
     eventually(lambda: "loraplex_cache_bytes{" in scrape(client))

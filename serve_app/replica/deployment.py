@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from engine.errors import EngineDeadError, UnknownAdapterError
 from engine.types import Resident
 from registry.entities import AdapterVersion
-from registry.errors import CacheFailedError
+from registry.errors import CacheFailedError, CacheFullError
 from serve_app.autoscaling.stats import ScalingStats
 from serve_app.config import log_format
 from serve_app.errors import AdapterUnsupportedError, EngineGoneError
@@ -193,7 +193,8 @@ class EngineReplica:
         labels = {"model_name": self._spec.base.name, "engine": self._engine_id}
         tasks = failures_text({"process": "replica", **labels})
         texts = [engine, self._loads.times.text(labels), tasks]
-        with suppress(CacheFailedError):  # its disk fails: the others are wanted all the more
+        # If its disk fails, or has no room for its folders, the others are wanted all the more.
+        with suppress(CacheFailedError, CacheFullError):
             stats = await asyncio.to_thread(self._registry.cache_stats)
             texts.append(cache_text(stats, len(self._loads.refused), labels))
         with suppress(TimeoutError):  # a long step: the engine answers between two steps

@@ -305,11 +305,14 @@ class Catalog:
     def _check_refused(self, adapter: Reference) -> None:
         """Raises RefusedVersionError if the files of what is named are refused, and the name has no
         other version that may be meant."""
-        known = self._adapters.by_version.get(adapter.name, {})
-        if adapter.version in known or (known and adapter.version is None):
+        known, version = self._adapters.by_version.get(adapter.name, {}), adapter.version
+        if adapter.alias is not None:
+            at = (adapter.name, adapter.alias)
+            version = next((o.version for o in self.dangling if (o.name, o.alias) == at), None)
+        if version in known or (known and version is None):
             return
         for one in sorted(self.rejected, key=attrgetter("version"), reverse=True):
-            is_named = one.name == adapter.name and adapter.version in (None, one.version)
+            is_named = one.name == adapter.name and version in (None, one.version)
             if is_named and one.is_public:
                 raise RefusedVersionError(
                     f"The adapter {one.name!r} version {one.version} cannot be served: {one.reason}"

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from registry.catalog import Catalog, DefaultAliases
-from registry.entities import AdapterVersion, BaseVersion, Rejected
+from registry.entities import AdapterVersion, BaseVersion, DanglingAlias, Rejected
 from registry.errors import (
     InvalidNameError,
     NotFoundError,
@@ -306,8 +306,10 @@ def test_a_name_of_refused_versions_alone_is_answered_with_the_reason_of_the_hig
         Rejected("pirate", 4, "it is IA3", is_public=True),
         Rejected("hidden", 1, "its store fails"),
     )
-    catalog = replace(CATALOG, rejected=rejected)
+    dangling = DanglingAlias("pirate", "next", 4, "it is IA3")
+    catalog = replace(CATALOG, rejected=rejected, dangling=(dangling,))
     for model, words in {
+        "pirate@next": "The adapter 'pirate' version 4 cannot be served: it is IA3",
         "ia3": "The adapter 'ia3' version 2 cannot be served: it is IA3",
         "tiny:ia3": "The adapter 'ia3' version 2 cannot be served: it is IA3",
         "ia3@1": "The adapter 'ia3' version 1 cannot be served: no weights",

@@ -230,7 +230,7 @@ async def test_a_forbidden_and_an_unknown_name_answer_alike(world: World) -> Non
 async def test_the_reason_of_a_refused_version_is_for_keys_that_may_use_it_alone(
     world: World,
 ) -> None:
-    refused = Rejected("ia3", 2, "it is IA3", is_told=True)
+    refused = Rejected("ia3", 2, "it is IA3", is_public=True)
     view = world.state.gateway.view
     assert view is not None
     world.state.gateway.view = replace(view, catalog=replace(view.catalog, rejected=(refused,)))

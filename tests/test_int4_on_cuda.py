@@ -16,6 +16,7 @@ from kernels.triton_int4 import launch_write_out
 from kernels.triton_int4_mid import MidTile, launch_int4_mid
 from tests.engine_agreement import (
     TOLERANCE,
+    make_adapters,
 )
 from tests.engine_helpers import make_base
 from tests.few_rows_cases import LACKING, MORE_RUNS, RUNS, both_products
@@ -217,6 +218,12 @@ class TestEngine(NarrowEngine):
     tolerance = TOLERANCE[torch.bfloat16]
     settings: ClassVar[dict[str, object]] = {"quantization": "auto"}
     settings_on_cpu: ClassVar[dict[str, object]] = {"quantization": "none"}  # dequantized
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapters(cls, plain: Path) -> dict[str, Path]:
+        """Of the plain base: transformers reads the quantized one with a package of its own."""
+        return make_adapters(plain)
 
     def test_auto_serves_the_integers(self, runner: ModelRunner) -> None:
         for layer in runner._rank.weights.layers:

@@ -37,14 +37,15 @@ class KernelCacheManager(FileCacheManager):  # type: ignore[misc]
             self._leave(error)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Returns the paths of an entry's files; None if one is missing or not as it was
-        written."""
+        """Returns the paths of an entry's files; None if one is missing or not as it was written,
+        or if another program that shares the folder wrote the entry, without digests."""
         try:
-            digests = json.loads(self._path(f"__grp__{filename}").read_bytes())["sha256"]
-            found = {name: self._path(name) for name in digests}
-            if all(_digest(path) == digests[name] for name, path in found.items()):
-                return {name: str(path) for name, path in found.items()}
-            logger.warning("the entry %s of the kernel cache is damaged", self.cache_dir)
+            digests = json.loads(self._path(f"__grp__{filename}").read_bytes()).get("sha256")
+            if digests is not None:
+                found = {name: self._path(name) for name in digests}
+                if all(_digest(path) == digests[name] for name, path in found.items()):
+                    return {name: str(path) for name, path in found.items()}
+                logger.warning("the entry %s of the kernel cache is damaged", self.cache_dir)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -589,6 +589,18 @@ def test_damaged_entries_are_compiled_again(tmp_path: Path) -> None:
     assert in_new_process(cache, calls).num_missing == 0
 
 
+def test_entries_of_another_program_are_compiled_again_without_a_word(tmp_path: Path) -> None:
+    """~/.triton/cache is that of all programs, whose manager stores paths and no digests."""
+    assert in_new_process(tmp_path, small_calls(), compiles=True).num_missing == 2
+    for group in tmp_path.rglob("__grp__*"):
+        paths = {path.name: str(path) for path in group.parent.iterdir() if path != group}
+        group.write_text(json.dumps({"child_paths": paths}))
+    found = in_new_process(tmp_path, small_calls(), compiles=True)
+    assert found.num_missing == 2
+    assert "kernel cache" not in found.log
+    assert in_new_process(tmp_path, small_calls()).num_missing == 0
+
+
 def test_processes_share_a_folder_where_the_cache_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = in_new_process(tmp_path / "file" / "kernels", small_calls(), compiles=True)

@@ -222,7 +222,7 @@ class TestEngine(NarrowEngine):
     @pytest.fixture(scope="class")
     @classmethod
     def adapters(cls, plain: Path) -> dict[str, Path]:
-        """Of the plain base: transformers reads the quantized one with a package of its own."""
+        """Makes them for the plain base: to read the other, transformers needs a package."""
         return make_adapters(plain)
 
     def test_auto_serves_the_integers(self, runner: ModelRunner) -> None:

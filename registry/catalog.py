@@ -383,7 +383,7 @@ def _highest(versions: Iterable[V]) -> V:
 
 def _served(found: V | DanglingAlias) -> V:
     if isinstance(found, DanglingAlias):
-        raise NotFoundError(f"{found}; name a version, or move the alias")
+        raise NotFoundError(f"{found.public_words}; name a version, or move the alias")
     return found
 
 

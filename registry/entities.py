@@ -154,12 +154,18 @@ class DanglingAlias:
     alias: str
     version: int
     reason: str
+    is_public: bool = False  # whether clients get the reason, as that of `Rejected`
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}@{self.alias} is version {self.version}, which cannot be served: "
-            f"{self.reason}"
-        )
+        return f"{self._words}: {self.reason}"
+
+    @property
+    def public_words(self) -> str:
+        return str(self) if self.is_public else f"{self._words}; the server's log has the reason"
+
+    @property
+    def _words(self) -> str:
+        return f"{self.name}@{self.alias} is version {self.version}, which cannot be served"
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,15 +174,15 @@ def dangling(
     """Returns the aliases on versions that are not served, of names with other versions that
     are."""
     numbers = {(one.name, one.version) for one in served}
-    reasons = {(one.name, one.version): one.reason for one in rejected}
+    reasons = {(one.name, one.version): (one.reason, one.is_public) for one in rejected}
     names = {name for name, _ in numbers}
     found = []
     for model in models:
         for alias, to in model.aliases.items() if model.name in names else ():
             key = model.name, int(to) if _NUMBER.fullmatch(str(to)) else 0
             if key not in numbers:
-                reason = reasons.get(key, "it is no adapter, or was not read yet")
-                found.append(DanglingAlias(model.name, _clean(alias), key[1], reason))
+                reason = reasons.get(key, ("it is no adapter, or was not read yet", True))
+                found.append(DanglingAlias(model.name, _clean(alias), key[1], *reason))
     return tuple(sorted(found, key=lambda one: (one.name, one.alias)))
 
 

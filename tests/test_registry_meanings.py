@@ -18,7 +18,7 @@ from registry.meanings import Meanings
 from tests.canary_factory import BASE, OTHER_BASE, adapter
 from tests.registry_helpers import adapter_folder, embedded_uri, register_adapter, register_base
 
-BROKEN = DanglingAlias("pirate", "champion", 3, "adapter_config.json is not JSON")
+BROKEN = DanglingAlias("pirate", "champion", 3, "adapter_config.json is not JSON", is_public=True)
 
 
 def catalog(*adapters: AdapterVersion, dangling: tuple[DanglingAlias, ...] = ()) -> Catalog:
@@ -58,6 +58,19 @@ def test_without_memory_the_name_is_refused_with_the_alias_and_the_reason() -> N
             found.resolve(model)
     assert [entry.name for entry in found.entries()] == ["base", "other"]
     assert meaning(found, "pirate@2") == 2
+
+
+def test_clients_are_not_given_the_error_of_a_store(caplog: pytest.LogCaptureFixture) -> None:
+    failing = DanglingAlias("pirate", "champion", 3, "s3://team-7/adapters: access denied")
+    with caplog.at_level(logging.WARNING):
+        found = Meanings().follow(catalog(adapter(1), dangling=(failing,)))
+    with pytest.raises(NotFoundError) as caught:
+        found.resolve("pirate")
+    assert str(caught.value) == (
+        "pirate@champion is version 3, which cannot be served; the server's log has the reason; "
+        "name a version, or move the alias"
+    )
+    assert "s3://team-7/adapters: access denied" in caplog.text
 
 
 def test_an_alias_that_is_not_the_default_blocks_nothing() -> None:

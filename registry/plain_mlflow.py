@@ -128,7 +128,8 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> str:
     names = (base.name, base.model_id, *base.known_as)
     keys = {model_key(name) for name in names if name}
     if trained_on and model_key(trained_on) not in keys:
-        if not base.quantization.startswith("awq ") and _without_4_bits(trained_on) in keys:
+        plain = _without_4_bits(model_key(trained_on))
+        if plain in keys and not base.quantization.startswith("awq "):
             return (
                 f"base_model_name_or_path is {trained_on[:200]!r}: the adapter was trained on "
                 f"{base.name!r} rounded to bitsandbytes' 4 bits, and is served on {base.name!r} as "
@@ -141,11 +142,10 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> str:
     return ""
 
 
-def _without_4_bits(trained_on: str) -> str:
-    """Returns the key of the base of which a name means bitsandbytes' 4 bits, otherwise ""."""
-    key = model_key(trained_on)
-    ending = next((one for one in _BITSANDBYTES if key.endswith(one)), "")
-    return key.removesuffix(ending) if ending else ""
+def _without_4_bits(name: str) -> str:
+    """Returns the name of the base of which a name means bitsandbytes' 4 bits, otherwise ""."""
+    ending = next((one for one in _BITSANDBYTES if name.lower().endswith(one)), "")
+    return name[: -len(ending)] if ending else ""
 
 
 def _flavors(repository: ArtifactRepository, target: Path) -> dict[str, object]:
@@ -184,7 +184,8 @@ def _read(
         for key in ("base_model_name_or_path", FOLDED_FOR)
     )
     # "organisation/model" of the Hub, or a local path: its last part may be the registered name.
-    names = (base,) if base else (trained_on, trained_on.rstrip("/").rpartition("/")[2])
+    last = trained_on.rstrip("/").rpartition("/")[2]
+    names = (base,) if base else (trained_on, last, _without_4_bits(last))
     bases = tuple(dict.fromkeys(name for name in names if name))
     return PlainAdapter(root, tuple(entries), _facts(config), bases, trained_on, folded_for)
 

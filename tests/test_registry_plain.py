@@ -251,6 +251,15 @@ def test_adapter_without_a_registered_base_is_named_and_found_later(
     assert (len(catalog.adapters), catalog.rejected) == (1, ())
 
 
+def test_an_adapter_of_bitsandbytes_4_bits_is_that_of_the_base_of_that_name(
+    uri: str, tmp_path: Path
+) -> None:
+    registry = Registry(uri)
+    register_base(registry, tmp_path)
+    register_bare(adapter_folder(tmp_path / "a", base="unsloth/tiny-unsloth-bnb-4bit"))
+    assert registry.snapshot().resolve("tiny:pirate").adapter is not None
+
+
 def test_an_adapter_that_names_another_base_is_rejected_unless_forced(
     uri: str, tmp_path: Path
 ) -> None:

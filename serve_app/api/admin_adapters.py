@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from registry.entities import AdapterVersion
@@ -26,7 +26,7 @@ from serve_app.admin_api import (
     EngineResult,
     EngineResults,
 )
-from serve_app.api.admin_auth import known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES
 from serve_app.api.state import state_of, view_of
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.dispatch.gateway import Gateway
@@ -37,7 +37,7 @@ from serve_app.ray_calls import RAY_ERRORS, ask_manager, results_of, root_cause
 
 router = APIRouter(
     prefix="/admin/adapters",
-    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    dependencies=ADMIN_DEPENDENCIES,
     include_in_schema=False,
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Set
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 
 from engine.errors import InvalidRequestError
@@ -40,6 +40,10 @@ def known_parameters(request: Request) -> None:
     route = request.scope["route"]
     assert isinstance(route, APIRoute)
     refuse_unknown(request, {field.alias for field in route.dependant.query_params})
+
+
+# The dependencies of all routers whose routes are the administration alone.
+ADMIN_DEPENDENCIES = (Depends(require_admin), Depends(known_parameters))
 
 
 def refuse_unknown(request: Request, known: Set[str]) -> None:

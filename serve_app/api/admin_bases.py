@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from engine.errors import InvalidRequestError
 from registry.names import check_name
-from serve_app.api.admin_auth import known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES
 from serve_app.api.state import state_of
 from serve_app.config import ModelArgs, in_words
 from serve_app.control.base_plan import check_added
@@ -19,7 +19,7 @@ from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
     prefix="/admin/bases",
-    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    dependencies=ADMIN_DEPENDENCIES,
     include_in_schema=False,
 )
 

@@ -4,10 +4,10 @@ is only the HTTP side: the manager has the state and applies the changes.
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_app.api.admin_auth import known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES
 from serve_app.api.state import state_of
 from serve_app.errors import ApiError
 from serve_app.http.asgi import json_response, read_body
@@ -17,7 +17,7 @@ from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
     prefix="/admin/canaries",
-    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    dependencies=ADMIN_DEPENDENCIES,
     include_in_schema=False,
 )
 

@@ -9,13 +9,13 @@ import re
 import time
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from msgspec.structs import asdict
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from engine.errors import InvalidRequestError
 from serve_app.admin_api import KeyInfo, KeyLine, KeyLines, NewKey
-from serve_app.api.admin_auth import caller_of, known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES, caller_of
 from serve_app.api.state import state_of
 from serve_app.errors import ApiError, shown
 from serve_app.http.asgi import json_response, read_body
@@ -26,9 +26,7 @@ from serve_app.tenancy.caller import Scope
 from serve_app.tenancy.keys import id_of, is_id
 from serve_app.tenancy.orders import KeyOrder
 
-router = APIRouter(
-    dependencies=[Depends(require_admin), Depends(known_parameters)], include_in_schema=False
-)
+router = APIRouter(dependencies=ADMIN_DEPENDENCIES, include_in_schema=False)
 
 T = TypeVar("T", bound=BaseModel)
 

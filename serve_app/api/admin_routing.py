@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, replace
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from engine.types import key_digests
 from serve_app.admin_api import ExpectedMs, RouteAnswer, RouteLine
-from serve_app.api.admin_auth import known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES
 from serve_app.api.completions import ClientRequest, prepare, session_key
 from serve_app.api.state import state_of
 from serve_app.dispatch.base_handle import Route
@@ -25,7 +25,7 @@ from serve_app.routing.state import routing_state
 
 router = APIRouter(
     prefix="/admin",
-    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    dependencies=ADMIN_DEPENDENCIES,
     include_in_schema=False,
 )
 

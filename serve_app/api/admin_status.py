@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from registry.entities import AdapterVersion, BaseVersion
 from serve_app.admin_api import RefusedVersion, RegisteredAdapter, RegisteredBase, RegistryAnswer
-from serve_app.api.admin_auth import known_parameters, require_admin
+from serve_app.api.admin_auth import ADMIN_DEPENDENCIES
 from serve_app.api.state import state_of, view_of
 from serve_app.http.asgi import json_response
 from serve_app.ray_calls import ask_manager
 
 router = APIRouter(
     prefix="/admin",
-    dependencies=[Depends(require_admin), Depends(known_parameters)],
+    dependencies=ADMIN_DEPENDENCIES,
     include_in_schema=False,
 )
 

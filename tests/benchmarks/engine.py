@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.config import EngineConfig
 from tests.benchmarks.arrival import measure_arrivals
 from tests.benchmarks.cases import (
     CASE_SETS,
@@ -239,7 +240,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--batched-tokens", type=int, default=8192)
-    parser.add_argument("--max-decode-slowdown", type=float, default=2.5, help="ours")
+    parser.add_argument(
+        "--max-decode-slowdown",
+        type=float,
+        default=EngineConfig("", "").max_decode_slowdown,
+        help="ours",
+    )
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device")
     parser.add_argument(
         "--pool-pages",

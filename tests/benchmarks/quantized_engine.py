@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from engine.config import EngineConfig
 from tests.benchmarks.cases import Case, cases_as_json
 from tests.benchmarks.children import module, relay_vllm
 from tests.benchmarks.our_engine import OurEngine, Run, Settings, figures, relative_rate, to_base
@@ -131,7 +132,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-decode-slowdown", type=float, default=2.5)
+    parser.add_argument(
+        "--max-decode-slowdown",
+        type=float,
+        default=EngineConfig("", "").max_decode_slowdown,
+    )
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")

@@ -113,14 +113,14 @@ def is_folded_for(folded_for: str, base: BaseVersion) -> bool:
     return bool(folded_for)
 
 
-def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> str:
+def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> tuple[str, ...]:
     """Raises RegistrationError if the adapter names a model that it was trained on, and the base
-    has no such name. Only the last parts of paths and ids are compared, in lower case. The base in
-    bitsandbytes' 4 bits is the base, too, since what enters its linear layers is the same: returns
-    a sentence about that for the user, otherwise "". An AWQ base
+    has no such name. Only the last parts of paths and ids are compared, in lower case. An AWQ base
     computes with other activations than the base that it was made of, whose name its files may
-    hold: its adapters must name an AWQ base."""
-    if base.quantization.startswith("awq ") and "awq" not in model_key(trained_on):
+    hold: its adapters must name an AWQ base. Another base in bitsandbytes' 4 bits is the base, too,
+    since what enters its linear layers is the same. Returns sentences about that for the user."""
+    is_awq = base.quantization.startswith("awq ")
+    if is_awq and "awq" not in model_key(trained_on):
         raise RegistrationError(
             f"base_model_name_or_path is {trained_on[:200]!r}, which names no AWQ base: an adapter "
             f"that was trained on the unquantized base needs --unquantized-base FOLDER; {remedy}"
@@ -128,18 +128,17 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> str:
     names = (base.name, base.model_id, *base.known_as)
     keys = {model_key(name) for name in names if name}
     if trained_on and model_key(trained_on) not in keys:
-        plain = _without_4_bits(model_key(trained_on))
-        if plain in keys and not base.quantization.startswith("awq "):
+        if not is_awq and _without_4_bits(model_key(trained_on)) in keys:
             return (
                 f"base_model_name_or_path is {trained_on[:200]!r}: the adapter was trained on "
                 f"{base.name!r} rounded to bitsandbytes' 4 bits, and is served on {base.name!r} as "
-                "it is registered"
+                "it is registered",
             )
         known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
         raise RegistrationError(
             f"base_model_name_or_path is {trained_on[:200]!r}, but the base is {known}; {remedy}"
         )
-    return ""
+    return ()
 
 
 def _without_4_bits(name: str) -> str:

@@ -13,7 +13,7 @@ from registry.names import check_model_id
 # A path has lost all but one of the slashes that follow the colon.
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.+)")
 _OF_MLFLOW = frozenset({"runs", "models", "mlflow-artifacts"})
-_OF_THE_HUB = ("hf", "huggingface.co/")
+_HUB_SCHEME, _HUB_SITE = "hf", "huggingface.co/"
 
 Kind = Literal["base", "adapter"]
 
@@ -31,8 +31,8 @@ def describe_missing(path: Path, kind: Kind) -> str:
     scheme, rest = uri[1].lower(), uri[2]
     if scheme == "file":
         return f"is a URI, and a folder is needed: /{unquote(rest)}"
-    hub_id = _hub_id(rest.removeprefix(_OF_THE_HUB[1]))
-    if hub_id and (scheme == _OF_THE_HUB[0] or rest.startswith(_OF_THE_HUB[1])):
+    hub_id = _hub_id(rest.removeprefix(_HUB_SITE))
+    if hub_id and (scheme == _HUB_SCHEME or rest.startswith(_HUB_SITE)):
         return f"is a repository of the Hugging Face Hub, and a folder is needed: {_hub(hub_id)}"
     if scheme in _OF_MLFLOW:
         return f"is an address of MLflow's, and a folder is needed: {_mlflow(scheme, rest, kind)}"

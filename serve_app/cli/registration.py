@@ -125,7 +125,7 @@ def register_adapter(
     checked = f"{found.name}@{found.version}"  # even if an alias moves meanwhile
     what = f"adapter {name!r} for base {checked}"
     with _refused(what):
-        notice = _check_lineage(
+        notices = _check_lineage(
             folder, found, unquantized_base, force, has_parity=parity is not None
         )
     base_folder = registry.fetch(found, cache, progress=progress)
@@ -156,7 +156,6 @@ def register_adapter(
             effect=effect.record(proof, name, found),
             progress=progress,
         )
-    notices = (notice,) if notice else ()
     warnings = (*notices, *servable.notes, *report.warnings, *proof.warnings)
     return Registration(version, warnings, proof)
 
@@ -223,9 +222,9 @@ def _check_lineage(
     force: bool,
     *,
     has_parity: bool,
-) -> str:
-    """Raises RegistrationError for an adapter of another base. Returns a sentence for the user
-    about one of the same base in other bits, otherwise ""."""
+) -> tuple[str, ...]:
+    """Raises RegistrationError for an adapter of another base. Returns sentences for the user about
+    one of the same base in other bits."""
     is_folded = is_folded_for(_field(folder / "adapter_config.json", FOLDED_FOR), base)
     if unquantized_base is None:
         if not is_folded and not force:
@@ -245,7 +244,7 @@ def _check_lineage(
         raise RegistrationError(
             f"--unquantized-base {unquantized_base} is no folder of a base: it has no config.json"
         )
-    return ""
+    return ()
 
 
 def _check_effect(name: str, found_out: EffectReport, allow_noop: bool) -> None:

@@ -79,8 +79,7 @@ class EngineArgs(Args):
     """While sequences decode, a step with prompt tokens lasts at most about so many times as long
     as a step without, by the measured cost of steps. Higher values compute prompts in larger parts:
     a little more throughput, less even streams. While prompts queue, steps of up to 25 ms are
-    allowed in any case; above 1.5 s of waiting prompts the bound is
-    relaxed."""
+    allowed in any case; above 1.5 s of waiting prompts the bound is relaxed."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """The most sequences per step. By default 64 on a CPU, 256 on CUDA."""
     enable_prefix_caching: bool = True

@@ -396,6 +396,26 @@ def test_a_refused_request_is_admitted_after_its_retry_after_and_not_before(
     world.run(scenario())
 
 
+def test_use_that_is_recorded_before_the_answer_of_a_claim_is_not_granted_again() -> None:
+    world = World(KeyPolicy(tokens_per_day=20), 1)
+
+    async def scenario() -> None:
+        limits = world.limits[0]
+        for _ in range(2):
+            (await limits.admit(world.caller, 8)).settle(8)
+        waiting = asyncio.get_running_loop().create_task(limits.admit(world.caller, 8))
+        await asyncio.sleep(LATENCY_S * 1.5)  # the manager has answered at the latest
+        assert not waiting.done()
+        world.used["key", "day"] = 16.0
+        limits.recorded("key", 16)
+        await waiting  # the last part of the budget
+        for _ in range(4):
+            with pytest.raises(RateLimitError, match="20 tokens of this day"):
+                await limits.admit(world.caller, 8)
+
+    world.run(scenario())
+
+
 def test_a_request_that_is_cancelled_while_it_waits_holds_nothing() -> None:
     policy = KeyPolicy(
         requests_per_minute=60, tokens_per_minute=60000, max_parallel_requests=2, tokens_per_day=600

@@ -123,6 +123,7 @@ class _Total(_Limit):
     in_use: float
     is_whole: bool  # slots
     granted: float = 0.0  # may be in use here
+    recorded: float = 0.0  # since the last claim, which names it as in use
     # Beside `alone`: slots that a claim without an answer named as free.
     offered_back: float = 0.0
     more_s: float = -math.inf  # when there is more, by the last answer
@@ -136,6 +137,7 @@ class _Total(_Limit):
 
     def claim(self, elapsed_s: float, waiting: Sequence[float]) -> Claim:
         self.measure(elapsed_s)
+        self.recorded = 0.0
         if self.is_whole:  # the manager may lend free slots to others before its answer is here
             self.offered_back += self.granted - self.in_use
             self.granted = self.in_use
@@ -147,7 +149,9 @@ class _Total(_Limit):
         )
 
     def apply(self, grant: Grant, now_s: float) -> bool:
-        self.granted, self.alone, self.offered_back = grant.amount, grant.alone, 0.0
+        # An answer may come after the receipt of use that its grant includes.
+        self.granted = grant.amount - self.recorded
+        self.alone, self.offered_back = grant.alone, 0.0
         self.more_s = now_s + grant.wait_s
         return False
 
@@ -272,6 +276,7 @@ class KeyLease:
         for total in self._totals.values():
             if not total.is_whole:
                 total.in_use -= num_own
+                total.recorded += num_own
                 total.granted = max(total.in_use, total.granted - num_own)
 
     @contextmanager

@@ -277,7 +277,7 @@ class KeyLease:
             if not total.is_whole:
                 total.in_use -= num_own
                 total.recorded += num_own
-                total.granted = max(total.in_use, total.granted - num_own)
+                total.granted -= num_own  # below 0: taken from `alone`
 
     @contextmanager
     def waiting(self, tokens: float) -> Iterator[None]:

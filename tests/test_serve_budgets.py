@@ -1,0 +1,31 @@
+"""Budgets of tokens over many ingresses while their use is recorded, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from serve_app.tenancy.caller import KeyPolicy
+from tests.budget_world import BudgetWorld
+
+
+def make_world(folder: Path, policy: KeyPolicy, num_ingresses: int, seed: int = 0) -> BudgetWorld:
+    return BudgetWorld(policy, num_ingresses, seed, url=f"sqlite:///{folder / 'loraplex.db'}")
+
+
+async def send(world: BudgetWorld, ingress: int, tokens: int, num_requests: int) -> None:
+    for _ in range(num_requests):
+        await world.request(ingress, tokens, tokens, 0.25)
+        await asyncio.sleep(0.25)
+
+
+def test_use_that_is_recorded_while_claims_fail_frees_no_part_of_a_budget(tmp_path: Path) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 1)
+
+    async def scenario() -> None:
+        await send(world, 0, 100, 2)
+        world.is_busy = True
+        await send(world, 0, 100, 40)
+        assert world.num_used == world.num_recorded == 1000
+
+    world.run(scenario())

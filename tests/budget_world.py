@@ -1,5 +1,5 @@
-"""The world of `limits_world` whose use is recorded: each ingress has a meter, the manager a book in
-SQLite, and the calls of both may be slow, and their answers be lost."""
+"""The world of `limits_world` with recorded use: each ingress has a meter, the manager has a book in
+SQLite, and their calls may be slow or lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BudgetWorld(World):
         self.num_calls += 1
         await self._travel()
         await asyncio.sleep(1.0 if self.is_busy else 0.0)
-        grants = self.keys.grant(request)
+        grants = await self.keys.grant(request)
         await self._travel()
         return grants
 

@@ -29,3 +29,22 @@ def test_use_that_is_recorded_while_claims_fail_frees_no_part_of_a_budget(tmp_pa
         assert world.num_used == world.num_recorded == 1000
 
     world.run(scenario())
+
+
+def test_a_manager_grants_nothing_of_a_budget_before_it_knows_the_recorded_use(
+    tmp_path: Path,
+) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 1)
+
+    async def scenario() -> None:
+        await send(world, 0, 100, 12)
+        await asyncio.sleep(2.0)
+        world.store.is_away = True
+        world.revive()
+        await send(world, 0, 100, 12)
+        world.store.is_away = False
+        await asyncio.sleep(2.0)
+        await send(world, 0, 100, 4)
+        assert world.num_used == world.num_recorded == 1000
+
+    world.run(scenario())

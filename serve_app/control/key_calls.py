@@ -35,7 +35,10 @@ class Keys:
         self.leases = Leases(args.burst_s)
         self.book = UsageBook(service.store, args.prices)
 
-    def grant(self, request: LeaseRequest) -> dict[str, Grants]:
+    async def grant(self, request: LeaseRequest) -> dict[str, Grants]:
+        """Raises StoreUnavailableError if the recorded use is not known: the ingress goes on
+        without a manager."""
+        await self.book.know()
         resets_s = self.book.turn(time.time())
         now_s = asyncio.get_running_loop().time()
         return self.leases.grant(request, self.book.used, resets_s, now_s)
@@ -83,7 +86,7 @@ class KeyCalls:
         return await self._opened_keys().service.acts(limit, before_id)
 
     async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
-        return self._opened_keys().grant(request)
+        return await self._opened_keys().grant(request)
 
     async def record_usage(self, batch: UsageBatch) -> bool:
         return await self._opened_keys().book.record(batch)

@@ -139,10 +139,18 @@ class UsageBook:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._is_read = False
+        self._is_known = False  # it was read once
         self._began_s: dict[TotalName, float] = {}  # of the day and month that `used` is about
 
     def start(self) -> None:
         keep(self._read_until_done, "read-usage")
+
+    async def know(self) -> None:
+        """Reads the recorded use of this day and month if it was never read. Raises
+        StoreUnavailableError."""
+        if not self._is_known:
+            async with self._lock:
+                await self._read()
 
     async def record(self, batch: UsageBatch) -> bool:
         """Returns True once the batch is recorded, and False while the database is away."""
@@ -197,7 +205,7 @@ class UsageBook:
             for key_id, number in (await asyncio.to_thread(self._ledger.tokens, begin_s)).items():
                 self.used[key_id, name] = number
             self._began_s[name] = begin_s
-        self._is_read = True
+        self._is_read = self._is_known = True
 
 
 async def _to_its_end(

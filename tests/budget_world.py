@@ -1,5 +1,5 @@
-"""The world of `limits_world` with recorded use: each ingress has a meter, the manager has a book in
-SQLite, and their calls may be slow or lost."""
+"""The world of `limits_world` with recorded use: each ingress has a meter, the manager has a book
+in SQLite, and their calls may be slow or lost."""
 
 from __future__ import annotations
 

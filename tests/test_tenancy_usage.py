@@ -262,6 +262,20 @@ async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
     opened.close()
 
 
+async def test_a_batch_that_the_manager_before_recorded_late_counts_in_the_budget(
+    tmp_path: Path,
+) -> None:
+    opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
+    opened.upgrade()
+    before, book = (UsageBook(opened, {}, lambda: 1_790_712_000.0) for _ in range(2))
+    await book.know()
+    assert await before.record(batch(1, pirate=Usage(1, 10)))  # its answer is lost
+    for _ in range(2):
+        assert await book.record(batch(1, pirate=Usage(1, 10)))
+        assert dict(book.used) == {("k1", "day"): 10, ("k1", "month"): 10}
+    opened.close()
+
+
 async def test_a_clock_that_is_set_back_returns_to_the_use_of_its_day(tmp_path: Path) -> None:
     now_s = [1_790_712_000.0]  # 2026-09-29T20:00Z
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")

@@ -161,7 +161,9 @@ class UsageBook:
                 # Read again if this fails or is cancelled: the database may have the batch.
                 self._is_read = False
                 is_new = await _to_its_end(self._ledger.record, batch, now_s)
-                self._is_read = True
+                # Otherwise a manager before may have recorded it after this one had read the sums.
+                self._is_read = is_new
+                await self._read()
             except StoreUnavailableError:
                 return False
             self.turn(now_s)

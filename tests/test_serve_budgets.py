@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from serve_app.tenancy.caller import KeyPolicy
 from tests.budget_world import BudgetWorld
 
@@ -46,5 +48,32 @@ def test_a_manager_grants_nothing_of_a_budget_before_it_knows_the_recorded_use(
         await asyncio.sleep(2.0)
         await send(world, 0, 100, 4)
         assert world.num_used == world.num_recorded == 1000
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(4))  # either ingress claims first
+def test_a_new_manager_grants_no_part_of_a_budget_that_another_ingress_holds(
+    tmp_path: Path, seed: int
+) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 2, seed)
+
+    async def open_many(num_requests: int) -> None:
+        for _ in range(num_requests):
+            for ingress in range(2):
+                asyncio.get_running_loop().create_task(world.request(ingress, 100, 100, 20.0))
+            await asyncio.sleep(0.1)
+
+    async def scenario() -> None:
+        for ingress in range(2):
+            await world.request(ingress, 10, 10, 0.1)
+        await asyncio.sleep(3.0)
+        world.kill()
+        await asyncio.sleep(2.0)
+        await open_many(3)
+        assert world.open_tokens == 600  # of each one's part, 490
+        world.revive()
+        await open_many(60)
+        assert 900 < world.most_tokens <= 1000 + 100
 
     world.run(scenario())

@@ -50,7 +50,7 @@ class Claim:
     in_use: float = 0.0  # of a total: amounts of open requests, and of use not yet recorded
     is_first: bool = False  # no manager has granted it anything of this limit
     alone: float = 0.0  # per second of a rate: its refill without a manager since its last claim
-    held: float = 0.0  # of slots: as many as it may use without a manager
+    held: float = 0.0  # of a total: as much as it may have in use without a manager
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class _Total:
     """A limit of the sum over all ingresses."""
 
     updated_s: float
-    settled_s: float  # until then ingresses may hold slots that this manager does not count
+    settled_s: float  # until then ingresses may hold a part that this manager does not count
     is_whole: bool  # slots: a part of one is of no use, and no grant goes beyond the total
     holders: dict[str, _Holder] = field(default_factory=dict)
 
@@ -191,13 +191,25 @@ class _Total:
         if self.is_whole:  # a part for each would be of no use to any
             set_aside = sum(one.alone for name, one in self.holders.items() if name != ingress_id)
             alone = min(math.ceil(alone - _ROUNDING), max(0.0, rest - set_aside))
-        if self.is_whole and now_s < self.settled_s:  # no more than the last manager granted it
-            own = 0.0 if claim.is_first else max(0.0, claim.held - claim.in_use)
-            more = min(more, math.floor(own + _ROUNDING))
-            alone = own - more
+        wait_s = reset_s or _ASK_S
+        if now_s < self.settled_s:
+            if not self.is_whole and free > 0:
+                wait_s = self.settled_s - now_s
+            more, alone = self._unsettled(claim, more, alone)
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more, alone)
-        wait_s = 0.0 if more + _ROUNDING >= claim.need else reset_s or _ASK_S
-        return Grant(claim.in_use + more, alone, rest, wait_s)
+        is_covered = more + _ROUNDING >= claim.need
+        return Grant(claim.in_use + more, alone, rest, 0.0 if is_covered else wait_s)
+
+    def _unsettled(self, claim: Claim, more: float, alone: float) -> tuple[float, float]:
+        """Returns the two parts of a grant, together no more than the last manager granted it."""
+        own = max(0.0, claim.held - claim.in_use)
+        if not self.is_whole:
+            more = min(more, own)
+            return more, min(alone, own - more)
+        if claim.is_first:
+            return 0.0, 0.0
+        more = min(more, math.floor(own + _ROUNDING))
+        return more, own - more
 
 
 def _fresh(holders: dict[str, _Holder], ingress_id: str, now_s: float) -> list[_Holder]:

@@ -77,3 +77,62 @@ def test_a_new_manager_grants_no_part_of_a_budget_that_another_ingress_holds(
         assert 900 < world.most_tokens <= 1000 + 100
 
     world.run(scenario())
+
+
+BUDGET = 5000
+MOST = 300  # tokens of a request
+
+
+async def send_at_random(world: BudgetWorld, ingress: int) -> None:
+    """Sends requests at rates that change. Of ten, two fail without an answer, and one is cancelled
+    at some time."""
+    draw, until_s = world.random, world.loop.time() + 20.0
+    async with asyncio.TaskGroup() as group:
+        while world.loop.time() < until_s:
+            rate = draw.choice([0.5, 5.0, 20.0])
+            for _ in range(draw.randint(1, int(3 * rate) + 1)):
+                await asyncio.sleep(draw.expovariate(rate))
+                tokens = draw.randint(50, MOST)
+                real = 0 if draw.random() < 0.2 else tokens
+                work = world.request(ingress, tokens, real, draw.expovariate(2.0))
+                task = group.create_task(work)
+                if draw.random() < 0.1:
+                    world.loop.call_later(draw.expovariate(20.0), task.cancel)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("num_ingresses", "fault"), [(1, "busy"), (1, "killed"), (1, "lost"), (2, ""), (4, "")]
+)
+def test_a_budget_is_used_up_and_only_its_last_part_goes_beyond_it(
+    tmp_path: Path, num_ingresses: int, fault: str, seed: int
+) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=BUDGET), num_ingresses, seed)
+    world.lost_share = 0.1 if fault == "lost" else 0.0
+
+    def set_away(is_away: bool) -> None:
+        if fault == "busy":
+            world.is_busy = is_away
+        else:
+            world.store.is_away = is_away
+
+    async def scenario() -> None:
+        begin_s, duration_s = world.random.uniform(1.0, 5.0), world.random.uniform(2.0, 9.0)
+        world.loop.call_later(begin_s, set_away, True)
+        world.loop.call_later(begin_s + duration_s, set_away, False)
+        if fault == "killed":  # the next manager begins while the database is away
+            world.loop.call_later(begin_s, world.kill)
+            world.loop.call_later(begin_s + 0.2 * duration_s, world.revive)
+        async with asyncio.TaskGroup() as group:
+            for ingress in range(num_ingresses):
+                group.create_task(send_at_random(world, ingress))
+        await asyncio.sleep(15.0)  # the pauses of a task that failed included
+        assert world.num_used > BUDGET - MOST
+        assert world.most_tokens <= BUDGET + MOST
+        assert world.num_recorded == world.num_used == world.keys.book.used["key", "day"]
+        for lease in (limits._leases["key"] for limits in world.limits):
+            assert lease.is_idle
+            assert (lease._num_open, lease._open_tokens, lease._unrecorded) == (0, 0, 0)
+            assert not lease._waiting
+
+    world.run(scenario())

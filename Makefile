@@ -18,7 +18,7 @@ MYPY = $(BIN)/mypy serve_app engine lora kernels registry
 # The tests start some hundred processes, each of which would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve quick test lint docs conformance clean
+.PHONY: serve quick test gpu lint docs conformance clean
 
 serve: $(VENV)/.installed-demo
 	@$(BIN)/loraplex demo
@@ -40,6 +40,10 @@ test: $(VENV)/.installed-test
 	wait $$types; typed=$$?; \
 	[ $$typed -eq 0 ] || cat "$$found"; rm "$$found"; \
 	[ $$tests -eq 0 ] && [ $$typed -eq 0 ]
+
+# The tests that need CUDA devices, on all devices at the same time.
+gpu: $(VENV)/.installed-test
+	$(BIN)/python -m tests.gpu
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -202,7 +202,9 @@ class SharedTests(LoadScopeScheduling):
         return nodeid if stem in _APART else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedTests:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedTests | None:
+    if config.option.dist == "worksteal":  # by `tests.gpu`, whose tests share no server
+        return None
     config.option.loadscopereorder = False  # keeps the order of `pytest_collection_modifyitems`
     return SharedTests(config, log)  # type: ignore[no-untyped-call]
 

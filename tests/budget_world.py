@@ -65,7 +65,7 @@ class BudgetWorld(World):
     def _manager(self) -> Keys:
         service: Any = SimpleNamespace(store=self.store)
         keys = Keys(TenancyArgs(enabled=True, burst_s=self.burst_s), service)
-        keys.book = UsageBook(self.store, {}, lambda: time.time())
+        keys.book = UsageBook(self.store, {}, keys._note_counted, lambda: time.time())
         return keys
 
     def revive(self) -> None:

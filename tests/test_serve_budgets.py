@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.errors import RateLimitError
 from serve_app.tenancy.caller import KeyPolicy
-from tests.budget_world import BudgetWorld
+from serve_app.tenancy.limits import Limits
+from serve_app.tenancy.usage import Usage
+from tests.budget_world import USAGE_KEY, BudgetWorld
 
 
 def make_world(folder: Path, policy: KeyPolicy, num_ingresses: int, seed: int = 0) -> BudgetWorld:
@@ -79,6 +82,50 @@ def test_a_new_manager_grants_no_part_of_a_budget_that_another_ingress_holds(
     world.run(scenario())
 
 
+async def send_until_admitted(world: BudgetWorld, ingress: int, tokens: int) -> None:
+    """Sends a request as an SDK does: again after a refusal that may pass, when it says so."""
+    while True:
+        try:
+            charge = await world.limits[ingress].admit(world.caller, tokens)
+            break
+        except RateLimitError as error:
+            refused = error
+        assert (refused.should_retry, refused.code) == (True, "rate_limit_exceeded")
+        assert "is held for other requests" in refused.message
+        await asyncio.sleep(refused.wait_s)
+    charge.settle(tokens)
+    world.meters[ingress].add(USAGE_KEY, Usage(1, tokens))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_is_refused_for_a_second_while_others_hold_the_rest_of_a_budget(
+    tmp_path: Path, seed: int
+) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 3, seed)
+
+    async def scenario() -> None:
+        await send(world, 0, 100, 6)
+        while world.num_recorded < 600:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(4.0), asyncio.TaskGroup() as group:
+            for ingress in (1, 2, 1, 2):
+                group.create_task(send_until_admitted(world, ingress, 100))
+
+    world.run(scenario())
+
+
+def test_recorded_use_counts_once_before_its_ingress_claims_again(tmp_path: Path) -> None:
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 2)
+
+    async def scenario() -> None:
+        await send(world, 0, 100, 6)
+        while world.num_recorded < 600:
+            await asyncio.sleep(0.01)
+        (await world.limits[1].admit(world.caller, 100)).settle(100)
+
+    world.run(scenario())
+
+
 BUDGET = 5000
 MOST = 300  # tokens of a request
 
@@ -98,6 +145,12 @@ async def send_at_random(world: BudgetWorld, ingress: int) -> None:
                 task = group.create_task(work)
                 if draw.random() < 0.1:
                     world.loop.call_later(draw.expovariate(20.0), task.cancel)
+
+
+async def use_up(world: BudgetWorld, limits: Limits) -> None:
+    """Uses the rest of a budget, which admits one more request of any size."""
+    for _ in range(2):
+        (await limits.admit(world.caller, MOST)).settle(MOST)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -126,6 +179,7 @@ def test_a_budget_is_used_up_and_only_its_last_part_goes_beyond_it(
         async with asyncio.TaskGroup() as group:
             for ingress in range(num_ingresses):
                 group.create_task(send_at_random(world, ingress))
+        world.lost_share = 0.0
         await asyncio.sleep(15.0)  # the pauses of a task that failed included
         assert world.num_used > BUDGET - MOST
         assert world.most_tokens <= BUDGET + MOST
@@ -134,5 +188,9 @@ def test_a_budget_is_used_up_and_only_its_last_part_goes_beyond_it(
             assert lease.is_idle
             assert (lease._num_open, lease._open_tokens, lease._unrecorded) == (0, 0, 0)
             assert not lease._waiting
+        for limits in world.limits:
+            with pytest.raises(RateLimitError) as refused:
+                await use_up(world, limits)
+            assert (refused.value.should_retry, refused.value.code) == (False, "insufficient_quota")
 
     world.run(scenario())

@@ -206,7 +206,7 @@ async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
 ) -> None:
     now_s = [1_790_712_000.0]  # 2026-09-29T20:00Z
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
-    book = UsageBook(opened, {}, lambda: now_s[0])
+    book = UsageBook(opened, {}, clock=lambda: now_s[0])
     # The tables are not there yet: the batch stays at the ingress.
     assert await book.record(batch(1, pirate=Usage(1, 10, 0, 5))) is False
     opened.upgrade()
@@ -215,7 +215,7 @@ async def test_the_book_reads_the_tokens_of_this_month_and_begins_each_day_anew(
     assert await book.record(batch(1, pirate=Usage(1, 10, 0, 5))) is True  # known: not added
     assert dict(book.used) == {("k1", "day"): 15, ("k1", "month"): 115}
     assert book.turn(now_s[0]) == {"day": 4 * 3600, "month": 28 * 3600}
-    again = UsageBook(opened, {}, lambda: now_s[0])  # after a restart
+    again = UsageBook(opened, {}, clock=lambda: now_s[0])  # after a restart
     assert await again.record(batch(2, pirate=Usage(1, 1))) is True
     assert dict(again.used) == {("k1", "day"): 16, ("k1", "month"): 116}
     now_s[0] += 4 * 3600
@@ -232,7 +232,7 @@ async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
 ) -> None:
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
     opened.upgrade()
-    book = UsageBook(opened, {}, lambda: 1_790_712_000.0)  # no day ends meanwhile
+    book = UsageBook(opened, {}, clock=lambda: 1_790_712_000.0)  # no day ends meanwhile
     assert await book.record(batch(1, pirate=Usage(1, 10)))
     record, has_begun, may_end = book._ledger.record, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -267,7 +267,7 @@ async def test_a_batch_that_the_manager_before_recorded_late_counts_in_the_budge
 ) -> None:
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
     opened.upgrade()
-    before, book = (UsageBook(opened, {}, lambda: 1_790_712_000.0) for _ in range(2))
+    before, book = (UsageBook(opened, {}, clock=lambda: 1_790_712_000.0) for _ in range(2))
     await book.know()
     assert await before.record(batch(1, pirate=Usage(1, 10)))  # its answer is lost
     for _ in range(2):
@@ -280,7 +280,7 @@ async def test_a_clock_that_is_set_back_returns_to_the_use_of_its_day(tmp_path: 
     now_s = [1_790_712_000.0]  # 2026-09-29T20:00Z
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
     opened.upgrade()
-    book = UsageBook(opened, {}, lambda: now_s[0])
+    book = UsageBook(opened, {}, clock=lambda: now_s[0])
     assert await book.record(batch(1, pirate=Usage(1, 10)))
     now_s[0] += 3 * 86_400
     assert await book.record(batch(2, pirate=Usage(1, 20)))

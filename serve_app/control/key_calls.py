@@ -17,7 +17,7 @@ from serve_app.ray_calls import refusing
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, limits_of
 from serve_app.tenancy.orders import Act, KeyOrder, UsageGroup, UsageQuery
 from serve_app.tenancy.table import KeyDelta
-from serve_app.tenancy.usage import UsageBatch
+from serve_app.tenancy.usage import UsageBatch, ingress_of
 
 if TYPE_CHECKING:
     from serve_app.tenancy.service import KeyService
@@ -33,7 +33,7 @@ class Keys:
 
         self.service = service
         self.leases = Leases(args.burst_s)
-        self.book = UsageBook(service.store, args.prices)
+        self.book = UsageBook(service.store, args.prices, self._note_counted)
 
     async def grant(self, request: LeaseRequest) -> dict[str, Grants]:
         """Raises StoreUnavailableError if the recorded use is not known: the ingress goes on
@@ -42,6 +42,9 @@ class Keys:
         resets_s = self.book.turn(time.time())
         now_s = asyncio.get_running_loop().time()
         return self.leases.grant(request, self.book.used, resets_s, now_s)
+
+    def _note_counted(self, source: str, key_id: str, num_tokens: int) -> None:
+        self.leases.note_recorded(ingress_of(source), key_id, num_tokens)
 
     def text(self) -> bytes:
         """Returns the use of the budgets in Prometheus' text format."""

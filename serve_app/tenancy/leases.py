@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from serve_app.tenancy.caller import KeyPolicy
 
 RateName = Literal["requests", "tokens"]  # per minute
-TotalName = Literal["parallel", "day", "month"]
+BudgetName = Literal["day", "month"]  # of tokens
+TotalName = Literal["parallel", BudgetName]
 LimitName = RateName | TotalName
 
 LEASE_S = 2.0  # of an ingress's demand, at most, that it holds in advance
@@ -192,6 +193,8 @@ class _Total:
             set_aside = sum(one.alone for name, one in self.holders.items() if name != ingress_id)
             alone = min(math.ceil(alone - _ROUNDING), max(0.0, rest - set_aside))
         wait_s = reset_s or _ASK_S
+        if not self.is_whole and self._is_held(ingress_id):
+            wait_s = min(wait_s, CLAIM_INTERVAL_S)
         if now_s < self.settled_s:
             if not self.is_whole and free > 0:
                 wait_s = self.settled_s - now_s
@@ -199,6 +202,19 @@ class _Total:
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more, alone)
         is_covered = more + _ROUNDING >= claim.need
         return Grant(claim.in_use + more, alone, rest, 0.0 if is_covered else wait_s)
+
+    def _is_held(self, ingress_id: str) -> bool:
+        """Returns True if other ingresses hold a part that no request uses, which their next claims
+        share."""
+        others = (one for name, one in self.holders.items() if name != ingress_id)
+        return any(one.amount > one.claim.in_use + _ROUNDING for one in others)
+
+    def note_recorded(self, ingress_id: str, num_tokens: float) -> None:
+        holder = self.holders.get(ingress_id)
+        if holder is not None:
+            in_use = max(0.0, holder.claim.in_use - num_tokens)
+            holder.claim = replace(holder.claim, in_use=in_use)
+            holder.amount = max(in_use, holder.amount - num_tokens)
 
     def _unsettled(self, claim: Claim, more: float, alone: float) -> tuple[float, float]:
         """Returns the two parts of a grant, together no more than the last manager granted it."""
@@ -253,6 +269,13 @@ class Leases:
             }
             for key_id, claims in request.keys.items()
         }
+
+    def note_recorded(self, ingress_id: str, key_id: str, num_tokens: int) -> None:
+        """Notes that use which an ingress held is recorded, and counts there from now on. Counted
+        twice until the ingress claims again, it made others refuse requests of half a budget."""
+        for name in get_args(BudgetName):
+            if (total := self._totals.get((key_id, name))) is not None:
+                total.note_recorded(ingress_id, num_tokens)
 
     def _grant(
         self,

@@ -131,11 +131,18 @@ class UsageBook:
     """The manager's side of the use. All methods belong to its event loop."""
 
     def __init__(
-        self, store: Store, prices: Mapping[str, PriceArgs], clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        prices: Mapping[str, PriceArgs],
+        on_counted: Callable[[str, str, int], None] = lambda source, key_id, num_tokens: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`on_counted` is called with the source of a batch, each key id and its tokens when `used`
+        begins to have them."""
         self.used: defaultdict[tuple[str, LimitName], float] = defaultdict(float)
         self._ledger = Ledger(store)
         self._prices = prices
+        self._on_counted = on_counted
         self._clock = clock
         self._lock = asyncio.Lock()
         self._is_read = False
@@ -170,6 +177,7 @@ class UsageBook:
             for key, usage in batch.rows if is_new else ():
                 self.used[key.key_id, "day"] += usage.num_tokens
                 self.used[key.key_id, "month"] += usage.num_tokens
+                self._on_counted(batch.source, key.key_id, usage.num_tokens)
             return True
 
     async def groups(self, query: UsageQuery) -> list[UsageGroup]:

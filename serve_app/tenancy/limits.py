@@ -13,12 +13,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import get_args
 
 from serve_app.errors import RateLimitError
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.tasks import check_running, keep
 from serve_app.tenancy.caller import Caller
-from serve_app.tenancy.leases import CLAIM_INTERVAL_S, Grants, LeaseRequest, LimitName, limits_of
+from serve_app.tenancy.leases import (
+    CLAIM_INTERVAL_S,
+    BudgetName,
+    Grants,
+    LeaseRequest,
+    LimitName,
+    limits_of,
+)
 from serve_app.tenancy.local_leases import KeyLease
 from serve_app.tenancy.usage import Record, UsageMeter
 
@@ -37,6 +45,10 @@ _CODES: Mapping[LimitName, tuple[str, str]] = {
     "day": ("insufficient_quota", "The key has used its {limit} tokens of this day."),
     "month": ("insufficient_quota", "The key has used its {limit} tokens of this month."),
 }
+# A budget that refuses for no longer is not used up: its rest is held elsewhere, or the manager is
+# away. Clients repeat such a request.
+_SOON_S = 5.0
+_HELD = "The rest of the key's {limit} tokens of this {name} is held for other requests."
 
 
 class Charge:
@@ -166,9 +178,11 @@ class Limits:
 
     def _refusal(self, lease: KeyLease, name: LimitName, now_s: float) -> RateLimitError:
         self.num_refused[name] += 1
-        kind, words = _CODES[name]
         limit, wait_s = lease.refuse(name, now_s, is_away=self._is_away)
-        return RateLimitError(words.format(limit=limit), kind, wait_s)
+        kind, words = _CODES[name]
+        if name in get_args(BudgetName) and wait_s <= _SOON_S:
+            kind, words = "tokens", _HELD
+        return RateLimitError(words.format(limit=limit, name=name), kind, wait_s)
 
     async def _wait_for_grant(self, key_id: str, lease: KeyLease, tokens: float) -> None:
         """Waits for the next answer to this key's claims, or until it is late."""

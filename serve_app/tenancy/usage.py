@@ -71,6 +71,15 @@ class UsageBatch:
 Record = Callable[[UsageBatch], Awaitable[bool]]
 
 
+def _new_source(ingress_id: str) -> str:
+    return f"{ingress_id}-{secrets.token_hex(4)}"
+
+
+def ingress_of(source: str) -> str:
+    """Returns the id of the ingress that has a batch's source."""
+    return source.rpartition("-")[0]
+
+
 class UsageMeter:
     """The use at an ingress that is not recorded yet. All methods belong to its event loop."""
 
@@ -79,7 +88,7 @@ class UsageMeter:
     ) -> None:
         """`record` sends a batch to the manager and returns True once it is recorded; `on_recorded`
         is then called with each key id and its tokens."""
-        self._source = f"{ingress_id}-{secrets.token_hex(4)}"
+        self._source = _new_source(ingress_id)
         self._record = record
         self._on_recorded = on_recorded
         self._number = 0

@@ -106,6 +106,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
         "platform_view",
         "config",
         "control",
+        "errors",  # the answers that HAProxy gives by itself
         "field_problems",
         "home",
         "logs",

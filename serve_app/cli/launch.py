@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve_app.cli.haproxy_errors import error_edits
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ORIGIN = re.compile(r"^\(\S+ pid=\d+\) ?", re.MULTILINE)
 _DEPLOY_FAILED = re.compile(r"Deploying app '(.+?)' failed")
@@ -123,7 +125,7 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
     # A socket's path must stay under 98 characters, and Serve adds the node's id of 56.
     files = folder / "ha"
     stats, metrics, fallback = free_ports(3)
-    return _haproxy_on_loopback(folder, stats, metrics) | {
+    return _edited_haproxy(folder, stats, metrics) | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
@@ -137,17 +139,19 @@ def haproxy_settings(folder: Path) -> dict[str, str]:
     }
 
 
-def _haproxy_on_loopback(folder: Path, *ports: int) -> dict[str, str]:
-    """Makes a wrapper program that Serve starts as HAProxy. It binds the ports of statistics and
-    metrics to loopback, for which Serve's template has no setting. Returns {} if HAProxy is
-    missing: Serve then reports it."""
+def _edited_haproxy(folder: Path, *ports: int) -> dict[str, str]:
+    """Makes a wrapper program that Serve starts as HAProxy. It edits Serve's configuration where
+    that has no setting: the ports of statistics and metrics are bound to loopback, and HAProxy's
+    own errors get OpenAI's shape. Returns {} if HAProxy is missing: Serve then reports it."""
     binary = find_haproxy()
     if binary is None:
         return {}
-    program = folder / "haproxy"
-    edit = f"s/^( *bind) [*]?:({'|'.join(map(str, ports))})$/\\1 127.0.0.1:\\2/"
+    program, edits = folder / "haproxy", folder / "haproxy.sed"
+    bind = f"s/^( *bind) [*]?:({'|'.join(map(str, ports))})$/\\1 127.0.0.1:\\2/"
+    edits.write_text("\n".join((bind, *error_edits(folder), "")))
+    edit = f'sed -i -E -f {shlex.quote(str(edits))} "$3"'
     start = f'exec {shlex.quote(binary)} "$@"'
-    program.write_text(f"#!/bin/sh\n# -db -f CONFIG ...\nsed -i -E '{edit}' \"$3\" && {start}\n")
+    program.write_text(f"#!/bin/sh\n# -db -f CONFIG ...\n{edit} && {start}\n")
     program.chmod(0o700)
     return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(program)}
 

@@ -25,6 +25,7 @@ from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as SqlA
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from registry.errors import NotFoundError, RegistryError, RegistryUnavailableError
+from registry.late_answers import AnswerLimit
 from registry.mlflow_errors import call, configure, with_time_limits
 from registry.sources import ArtifactSources
 from registry.sqlite_database import ChangeProbe, Marker, OpenedFile, create_sqlite, sqlite_file
@@ -52,6 +53,9 @@ class MlflowStore:
         self.tracking_uri = tracking_uri
         self._database_uri = with_time_limits(tracking_uri, timeout_s)
         self.is_remote = urlsplit(tracking_uri).scheme in ("http", "https")
+        # Each of MLflow's tries may be silent for `timeout_s`; as long again for what it sends.
+        limit = AnswerLimit(2 * timeout_s * (max_retries + 1))
+        self._answers = limit if self.is_remote else None
         self._artifact_root = artifact_root or default_artifact_root(tracking_uri)
         self._sources = ArtifactSources(
             tracking_uri,
@@ -226,7 +230,7 @@ class MlflowStore:
         gc`."""
         self._call("deleting", lambda: self._client.delete_logged_model(model.model_id))
         repository = self.repository(model.artifact_location)
-        self._call("deleting files", lambda: repository.delete_artifacts())  # type: ignore[no-untyped-call]
+        call("deleting files", lambda: repository.delete_artifacts())  # type: ignore[no-untyped-call]
 
     def create_version(self, name: str, model: LoggedModel, tags: dict[str, str]) -> ModelVersion:
         # The server needs the id to allow the source; the embedded store would look up the id
@@ -346,7 +350,8 @@ class MlflowStore:
     def _call(self, action: str, function: Callable[[], T]) -> T:
         if self._opened is not None:
             self._opened.follow()
-        return call(f"MLflow at {shown_uri(self.tracking_uri)}, {action}", function)
+        limited = function if self._answers is None else partial(self._answers.call, function)
+        return call(f"MLflow at {shown_uri(self.tracking_uri)}, {action}", limited)
 
 
 def upload(repository: ArtifactRepository, path: Path, folder: str | None, link: bool) -> None:

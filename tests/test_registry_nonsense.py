@@ -9,7 +9,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from io import BufferedIOBase
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import requests
@@ -19,11 +22,22 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from registry.cache import Cache
 from registry.client import Registry
 from registry.entities import AdapterVersion
-from registry.errors import NotFoundError, RegistryUnavailableError
+from registry.errors import NoAnswerError, NotFoundError, RegistryUnavailableError
+from registry.late_answers import _MAX_LATE, AnswerLimit
 from registry.mlflow_errors import call
 from tests.registry_helpers import embedded_uri
+from tests.waiting import eventually
 
 VERSION = AdapterVersion("pirate", 1, "a" * 64, "tiny", "b" * 64, 4, (), "mlflow-artifacts:/x")
+
+
+def drip(file: BufferedIOBase, part: Literal["head", "body"]) -> None:
+    """Sends a byte now and then: no single read of the client's is slow."""
+    with suppress(OSError):
+        file.write(b"HTTP/1.1 200 OK\r\n" if part == "head" else b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(300):
+            file.write(b"x")
+            time.sleep(0.1)
 
 
 class Server:
@@ -32,10 +46,14 @@ class Server:
     def __init__(self) -> None:
         server = self
         self.status, self.headers, self.body = 200, dict[str, str](), b""
+        self.dripping: list[Literal["head", "body"]] = []  # parts of the next answers
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("content-length") or 0))
+                if server.dripping:
+                    drip(self.wfile, server.dripping.pop(0))
+                    return
                 self.send_response(server.status)
                 for name, value in server.headers.items():
                     self.send_header(name, value)
@@ -102,6 +120,48 @@ def test_a_registry_cannot_send_its_reader_to_sleep(
         with pytest.raises(RegistryUnavailableError):
             registry.snapshot()
     assert sum(slept) < 60
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_an_answer_that_drips_is_given_up(server: Server, part: Literal["head", "body"]) -> None:
+    """The poller reads one listing at a time: it would miss every change until then."""
+    server.status, server.headers, server.body = 404, {}, b"{}"
+    server.dripping = [part]
+    registry = Registry(server.uri, timeout_s=1, max_retries=0)
+    with pytest.raises(NoAnswerError, match="timed out"):
+        registry.snapshot()
+    with pytest.raises(RegistryUnavailableError, match="INTERNAL_ERROR"):
+        registry.snapshot()
+
+
+def test_calls_beyond_too_many_late_ones_fail_until_one_of_them_ends() -> None:
+    limit, ends = AnswerLimit(0.01), [threading.Event() for _ in range(_MAX_LATE)]
+    for end in ends:
+        with pytest.raises(requests.ReadTimeout, match="not complete after"):
+            limit.call(end.wait)
+    patient = AnswerLimit(120)
+    patient._late = limit._late
+    with pytest.raises(requests.ReadTimeout, match="earlier answers"):
+        patient.call(lambda: "never called")
+    ends[0].set()
+    eventually(lambda: any(one.done() for one in limit._late))
+    assert patient.call(lambda: "called") == "called"
+    for end in ends:
+        end.set()
+
+
+def test_an_error_in_time_keeps_its_cause_while_another_is_handled() -> None:
+    def refused() -> None:
+        try:
+            raise requests.ConnectionError("refused")
+        except requests.ConnectionError:
+            raise MlflowException("it failed")  # noqa: B904, as MLflow does it
+
+    try:
+        raise ValueError("before")
+    except ValueError:
+        with pytest.raises(NoAnswerError):
+            call("reading", lambda: AnswerLimit(120).call(refused))
 
 
 def test_a_database_of_a_newer_release_is_unavailable(tmp_path: Path) -> None:

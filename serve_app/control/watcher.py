@@ -122,7 +122,7 @@ class Watcher:
 
     async def _answer(self) -> Catalog:
         """Reads the registry. Without an answer for long it counts as down, though the read goes
-        on: a server that sends a byte now and then exceeds no time-out."""
+        on: it consists of many calls, of which each has a limit."""
         reading = share(asyncio.to_thread(self._read), "read-registry")
         try:
             done, _ = await asyncio.wait((reading,), timeout=_SILENT_S)

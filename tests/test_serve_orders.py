@@ -12,7 +12,13 @@ import pytest
 
 from registry.catalog import Catalog, DefaultAliases
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import NotFoundError, RegistrationError, RegistryUnavailableError
+from registry.errors import (
+    NameTakenError,
+    NotFoundError,
+    RegistrationError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 from serve_app.api import lora
 from serve_app.control.adapter_admin import AdapterAdmin
 from serve_app.control.base_admin import change_base
@@ -194,6 +200,27 @@ async def test_a_name_of_a_load_that_was_refused_is_not_its_own(
     with pytest.raises(RegistrationError):
         await loads.load("refused")
     loads.registry.register_adapter(tmp_path / "one", "x", "b", "champion")
+    await loads.admin.change(AdapterChange("unload", "x"))
+    assert loads.meaning("x").version == 1
+    assert loads.look().setting("x", "runtime") is None
+
+
+async def test_a_name_of_a_load_whose_command_did_not_start_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was no memory for its process, so nothing was registered."""
+
+    def no_process(*_: object) -> None:
+        raise RegistryError("loraplex register cannot be started: no memory")
+
+    loads = Loads(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderRegistry, "register_adapter", no_process)
+        with pytest.raises(RegistryError, match="cannot be started"):
+            await loads.load("one")
+    loads.registry.register_adapter(tmp_path / "one", "x", "b", "champion")
+    with pytest.raises(NameTakenError, match="already been loaded"):
+        await loads.load("two")
     await loads.admin.change(AdapterChange("unload", "x"))
     assert loads.meaning("x").version == 1
     assert loads.look().setting("x", "runtime") is None

@@ -13,7 +13,13 @@ from pathlib import Path
 
 from registry.catalog import Catalog
 from registry.entities import AdapterVersion, DanglingAlias
-from registry.errors import InvalidNameError, NameTakenError, NotFoundError, RegistrationError
+from registry.errors import (
+    InvalidNameError,
+    NameTakenError,
+    NotFoundError,
+    RegistryError,
+    RegistryUnavailableError,
+)
 from registry.names import check_name
 from serve_app.messages import PIN, AdapterChange
 from serve_app.platform_view import RegistryReader
@@ -83,7 +89,9 @@ class AdapterAdmin:
             self._unmarked.add(name)
         try:
             await asyncio.to_thread(registry.register_adapter, folder, name, change.base, alias)
-        except RegistrationError:
+        except RegistryUnavailableError:
+            raise  # perhaps the name is registered, or will be
+        except RegistryError:
             # Also the error of a registry that went away in the midst: then this look has its own.
             catalog = await asyncio.to_thread(self._read)
             if not _has_name(catalog, name):

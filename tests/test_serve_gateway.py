@@ -7,10 +7,13 @@ import gc
 import json
 import weakref
 from dataclasses import replace
-from typing import cast
-from unittest.mock import Mock
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from engine.admission import EngineLimits
 from registry.catalog import Catalog
@@ -19,6 +22,7 @@ from registry.errors import NotFoundError, RegistryUnavailableError
 from serve_app.api import ingress
 from serve_app.api.model_list import ModelList
 from serve_app.config import MigrationArgs, ModelArgs
+from serve_app.dispatch import base_handle
 from serve_app.dispatch import gateway as gateway_module
 from serve_app.dispatch.base_handle import BaseHandle
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
@@ -166,6 +170,39 @@ def test_a_queue_does_not_keep_the_text_files_of_its_base_in_memory() -> None:
     del handle
     gc.collect()
     assert text() is None
+
+
+class FullReplicas:
+    """The handle of a base whose replicas are full: each answers calls to all of them alone."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = answers
+        self.describe = Mock()
+        self.describe.remote.side_effect = AssertionError("it waits for the end of a request")
+
+    def broadcast(self, method: str) -> DeploymentBroadcastResponse:
+        assert method == "describe"
+        return DeploymentBroadcastResponse(self._results(), None)
+
+    async def _results(self) -> list[Any]:
+        return [Mock(get_async=AsyncMock(side_effect=[answer])) for answer in self.answers]
+
+
+async def test_an_ingress_opens_a_base_whose_engines_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that starts under load would serve nothing for as long as it lasts."""
+    description, text = BaseDescription({}, EngineLimits(64, 64, 64)), Mock()
+    served = ServedBase(
+        BaseVersion("base", 1, "d" * 64, "source"), "app", "running", ModelArgs(name="base")
+    )
+    monkeypatch.setattr(base_handle, "open_text", AsyncMock(return_value=text))
+    handles = [FullReplicas(RayError("died"), description), FullReplicas(RayError("died"))]
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handles.pop(0))
+    opened = await base_handle.open_base(served, None)
+    assert (opened.description, opened.text) == (description, text)
+    with pytest.raises(RayError, match="died"):
+        await base_handle.open_base(served, None)
 
 
 async def test_an_ingress_joins_once_it_can_answer_as_the_others_do(

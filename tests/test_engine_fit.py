@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from engine.kv_layout import kv_layout, num_uncommitted
 from engine.memory_plan import GIB
 from engine.model_config import read_model_config
 from engine.parallel.shards import Shard
+from engine.tools.gguf import convert_gguf
 from engine.weight_files import SINGLE_FILE
 from engine.weights import WeightBuilder
 from serve_app.cli import main as cli
+from serve_app.cli.commands.gguf_file import as_outline
 from serve_app.cli.commands.store import open_registry
 from tests.engine_helpers import make_base
 from tests.gguf_files import write_gguf
@@ -190,6 +193,38 @@ def test_doctor_tells_of_a_base_before_it_is_loaded(
     assert "--base FOLDER" in capsys.readouterr().err
     assert run("doctor", "--memory", "80") == 1
     assert "--base FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # some norms of Gemma's are float32
+def test_the_fit_of_a_gguf_file_is_that_of_the_converted_base(
+    tmp_path: Path, architecture: str
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, ("Q4_K", "Q6_K"), hidden=256)
+    types = convert_gguf(path, tmp_path / "converted")
+    converted = estimate_fit(tmp_path / "converted", 4 * GIB)
+    with as_outline(path) as (folder, outlined):
+        fit = estimate_fit(folder, 4 * GIB)
+        assert (folder / SINGLE_FILE).stat().st_blocks * 512 < 64 * 1024  # no bytes of weights
+    assert not folder.exists()
+    assert outlined == types
+    assert replace(fit, stored_bytes=0) == replace(converted, stored_bytes=0)
+    # The headers differ in their padding.
+    assert abs(fit.stored_bytes - converted.stored_bytes) < 4096
+
+
+def test_doctor_of_a_gguf_file_says_whether_the_base_fits_and_makes_nothing(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "tiny-Q8_0.gguf")
+    before = set(tmp_path.rglob("*"))
+    assert run("doctor", "--base", str(path), "--memory", "80", "--json") == 0
+    found = {one["what"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    made_of = "plain weights in bfloat16, converted from Q8_0 (15 tensors), F32 (5 tensors)"
+    assert found["stored as"]["words"].startswith(made_of)
+    assert found["fits"]["state"] == "ok"
+    assert run("doctor", "--base", str(path), "--memory", "0.1") == 1
+    assert "nothing is left for KV" in capsys.readouterr().out
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_gguf_file_is_registered_by_its_path(

@@ -14,6 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,6 +55,55 @@ def convert_gguf(
     if out_dir.exists():
         raise FileExistsError(f"{out_dir} exists")
     progress(f"reading {gguf_path.name}")
+    file = _open(gguf_path)
+    with new_folder(out_dir) as partial:
+        _save_json(partial / "config.json", file.config)
+        ids = _eos_ids(file.metadata, file.parsed.vocab_size)
+        _save_json(partial / "generation_config.json", {"eos_token_id": ids})
+        _save_tokenizer(gguf_path, partial)
+        progress("converting to bfloat16 safetensors")
+        _save_weights(partial, file.tensors, file.metadata.architecture, file.parsed)
+        progress(f"saved {out_dir}")
+    return file.types()
+
+
+def outline_gguf(gguf_path: Path, folder: Path) -> dict[str, int]:
+    """Writes the config.json of the converted base, and its weights without a byte of them: a
+    sparse file with the header, for who reads no more. Returns and raises as `convert_gguf`, which
+    refuses a tokenizer, too."""
+    file = _open(gguf_path)
+    _save_json(folder / "config.json", file.config)
+    header, end = {}, 0
+    for name, tensor in file.tensors.items():
+        is_float32 = _is_offset(name, file.metadata.architecture)
+        begin, end = end, end + (4 if is_float32 else 2) * int(tensor.n_elements)
+        header[name] = {
+            "dtype": "F32" if is_float32 else "BF16",
+            "shape": _shape(tensor),
+            "data_offsets": (begin, end),
+        }
+    head = json.dumps(header).encode()
+    with (folder / SINGLE_FILE).open("wb") as weights:
+        weights.write(len(head).to_bytes(8, "little") + head)
+        weights.truncate(8 + len(head) + end)
+    return file.types()
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file whose header is read and checked; its weights are not read."""
+
+    metadata: Metadata
+    config: Mapping[str, object]  # of the converted base
+    parsed: ModelConfig
+    tensors: Mapping[str, ReaderTensor]  # by Hugging Face's names
+
+    def types(self) -> dict[str, int]:
+        counts = Counter(tensor.tensor_type.name for tensor in self.tensors.values())
+        return dict(counts.most_common())
+
+
+def _open(gguf_path: Path) -> _File:
     check_header(gguf_path)
     reader = GGUFReader(gguf_path)
     metadata = Metadata({name: field.contents() for name, field in reader.fields.items()})
@@ -62,16 +112,7 @@ def convert_gguf(
     shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
     config = make_config(metadata, shapes, rope)
     parsed = parse_model_config(config, {})
-    named = _check(metadata.architecture, tensors, parsed)
-    with new_folder(out_dir) as partial:
-        _save_json(partial / "config.json", config)
-        ids = _eos_ids(metadata, parsed.vocab_size)
-        _save_json(partial / "generation_config.json", {"eos_token_id": ids})
-        _save_tokenizer(gguf_path, partial)
-        progress("converting to bfloat16 safetensors")
-        _save_weights(partial, named, metadata.architecture, parsed)
-        progress(f"saved {out_dir}")
-    return dict(Counter(tensor.tensor_type.name for tensor in named.values()).most_common())
+    return _File(metadata, config, parsed, _check(metadata.architecture, tensors, parsed))
 
 
 def _eos_ids(metadata: Metadata, vocab_size: int) -> list[int]:
@@ -145,7 +186,7 @@ def _save_weights(
 def _convert(
     name: str, tensor: ReaderTensor, architecture: Architecture, config: ModelConfig
 ) -> torch.Tensor:
-    if architecture.norm_offset and is_norm(name):
+    if _is_offset(name, architecture):
         # In float32, in which adding the offset again gives the stored number.
         return next(_slices(tensor)) - architecture.norm_offset
     made = torch.empty(_shape(tensor), dtype=torch.bfloat16)
@@ -160,6 +201,10 @@ def _convert(
         pairs = made.view(heads[module], -1, 2, *made.shape[1:])
         made = pairs.transpose(1, 2).reshape(made.shape)
     return made.contiguous()
+
+
+def _is_offset(name: str, architecture: Architecture) -> bool:
+    return bool(architecture.norm_offset) and is_norm(name)
 
 
 def _slices(tensor: ReaderTensor) -> Iterator[torch.Tensor]:

@@ -95,7 +95,8 @@ def check(
 def doctor(
     port: Annotated[int, typer.Option(help="Where you want to serve")] = 8000,
     base: Annotated[
-        Path | None, typer.Option(help="Check this folder of a base instead: form, memory, fit")
+        Path | None,
+        typer.Option(help="Check this folder or GGUF file of a base instead: form, memory, fit"),
     ] = None,
     memory_gib: Annotated[
         float | None,

@@ -29,6 +29,7 @@ from serve_app import config
 from serve_app.cli import launch
 from serve_app.cli.addresses import describe_missing
 from serve_app.cli.commands.common import Failure, console, print_json, print_table
+from serve_app.cli.commands.gguf_file import as_outline, is_gguf, made_of
 from serve_app.cli.commands.store import read_catalog
 from serve_app.control.base_plan import SERVE, parse_setting
 from serve_app.home import NAME, HomeError, is_open_to_others, prepare
@@ -79,8 +80,9 @@ def doctor(
             raise Failure(f"{option} is {value}: known are {', '.join(known)}{match}")
     if base is not None and tracking_uri is not None:
         raise Failure("--base and --tracking-uri exclude each other: a folder needs no registry")
-    if base is not None and not base.is_dir():
-        raise Failure(f"--base {base} {_no_folder(base)}")
+    if base is not None and not (base.is_dir() or is_gguf(base)):
+        why = "is not a folder" if base.exists() else describe_missing(base, "base")
+        raise Failure(f"--base {base} {why}")
     table = Table(box=None, padding=(0, 1), show_header=False)
     failed = 0
     findings = []
@@ -111,40 +113,31 @@ def doctor(
         raise Failure(f"{failed} of these must be put right before {what}")
 
 
-def _no_folder(path: Path) -> str:
-    if not path.exists():
-        return describe_missing(path, "base")
-    if path.suffix.lower() != ".gguf":
-        return "is not a folder"
-    return (
-        "is a GGUF file, which has no fit before it is converted: `loraplex register base "
-        f"{path} --name NAME` converts it to bfloat16 and prints the fit"
-    )
-
-
 def _base(
-    folder: Path,
+    path: Path,
     memory_gib: float | None,
     quantization: QuantizationSetting,
     kv_cache_dtype: KVCacheDtype,
     lora_dtype: LoraDtype,
     ranks: int,
 ) -> Iterator[Finding]:
-    """Checks a base's folder by the headers of its files."""
+    """Checks a base's folder by the headers of its files, or the base that would be made of a GGUF
+    file."""
     memory = None if memory_gib is None else int(memory_gib * _GIB)
-    try:
-        fit = estimate_fit(folder, memory, quantization, ranks, kv_cache_dtype, lora_dtype)
-    except UnsupportedModelError as error:
-        yield Finding("base", "fail", str(error))
-        return
-    for what, words in fit.facts().items():
-        if what == "fits" and not fit.fits:
-            remedy = "a larger device or a smaller base"
-            if _is_smaller_in_fp8(fit, folder, memory, ranks):
-                remedy = "a larger device, a smaller base, or engine.quantization: fp8"
-            yield Finding(what, "fail", words, remedy)
-        else:
-            yield Finding(what, "ok", words)
+    with as_outline(path) as (folder, types):
+        try:
+            fit = estimate_fit(folder, memory, quantization, ranks, kv_cache_dtype, lora_dtype)
+        except UnsupportedModelError as error:
+            yield Finding("base", "fail", str(error))
+            return
+        for what, words in made_of(types, fit).facts().items():
+            if what == "fits" and not fit.fits:
+                remedy = "a larger device or a smaller base"
+                if _is_smaller_in_fp8(fit, folder, memory, ranks):
+                    remedy = "a larger device, a smaller base, or engine.quantization: fp8"
+                yield Finding(what, "fail", words, remedy)
+            else:
+                yield Finding(what, "ok", words)
 
 
 def _is_smaller_in_fp8(fit: Fit, folder: Path, memory: int | None, ranks: int) -> bool:

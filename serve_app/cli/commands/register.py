@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
@@ -14,21 +12,20 @@ from engine.checks.fit import estimate_fit
 from engine.checks.validation import ConversionLimits
 from engine.errors import UnsupportedModelError
 from registry.entities import AdapterVersion, BaseVersion
-from registry.manifest import Progress
-from serve_app.cli.commands.common import Failure, byte_progress, console, print_facts
+from serve_app.cli.commands.common import byte_progress, console, print_facts
 from serve_app.cli.commands.effect_table import print_effect
+from serve_app.cli.commands.gguf_file import as_folder, made_of
 from serve_app.cli.commands.store import open_cache, open_existing, open_registry
 from serve_app.cli.effect import ProbeMode
 from serve_app.cli.registration import register_adapter, register_base
-from serve_app.config import RegistryArgs, default_home
-from serve_app.home import prepare
+from serve_app.config import RegistryArgs
 
 _MODES: dict[bool | None, ProbeMode] = {None: "auto", True: "always", False: "never"}
 
 
 def base(folder: Path, name: str, alias: str, model_id: str, tracking_uri: str | None) -> None:
     registry = open_registry(tracking_uri)
-    with byte_progress() as progress, _as_folder(folder, progress) as (found, types):
+    with byte_progress() as progress, as_folder(folder, progress) as (found, types):
         _print_fit(found, types)
         registered = register_base(
             registry,
@@ -114,36 +111,7 @@ def _print_fit(folder: Path, types: Mapping[str, int]) -> None:
     """Prints the needs of the base before its weights are read, and the types of the GGUF file
     that it was made of. A refusal is left to the registration, whose error has the base's name."""
     with suppress(UnsupportedModelError):
-        fit = estimate_fit(folder)
-        if types:
-            made_of = ", ".join(f"{kind} ({count} tensors)" for kind, count in types.items())
-            fit = replace(fit, stored_as=f"plain weights in bfloat16, converted from {made_of}")
-        print_facts(fit.facts().items())
-
-
-@contextmanager
-def _as_folder(path: Path, progress: Progress) -> Iterator[tuple[Path, dict[str, int]]]:
-    """Yields the folder of a base and the number of tensors of each type of the GGUF file that it
-    is made of; none for a folder that is given. The folder is made beside the store, so that its
-    files can be linked, and is named as the file."""
-    if path.suffix.lower() != ".gguf" or not path.is_file():
-        yield path, {}
-        return
-    try:
-        from engine.tools.gguf import convert_gguf  # it needs packages of the extra `demo`
-    except ImportError as error:
-        remedy = "pip install 'loraplex[demo]'"
-        raise Failure(f"{path.name} needs the package {error.name}: {remedy}") from None
-    home = prepare(default_home())
-    with TemporaryDirectory(prefix=".gguf.", dir=home) as scratch:
-        folder = Path(scratch) / path.stem
-        try:
-            types = convert_gguf(
-                path, folder, lambda stage: progress(stage, 0, path.stat().st_size)
-            )
-        except (UnsupportedModelError, ValueError, IndexError) as error:
-            raise Failure(f"{path.name} cannot be read: {error}") from error
-        yield folder, types
+        print_facts(made_of(types, estimate_fit(folder)).facts().items())
 
 
 def _activation(version: AdapterVersion) -> dict[str, str]:

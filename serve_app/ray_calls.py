@@ -22,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from serve_app.errors import ServiceUnavailableError, to_api_error
+from serve_app.tasks import share
 
 RAY_ERRORS = (RayError, RayServeException)
 Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
@@ -87,11 +88,31 @@ async def results_of(calls: DeploymentBroadcastResponse, timeout_s: float) -> li
     return await asyncio.gather(*answers, return_exceptions=True)
 
 
+async def first_result_of(calls: DeploymentBroadcastResponse, timeout_s: float) -> Any:
+    """Returns the first result of a replica without waiting for the others. Raises the last error
+    if all failed or were late."""
+    async with asyncio.timeout(timeout_s):
+        replicas = await calls._fetch_replica_results_async()
+    answers = [share(_result_of(replica, timeout_s), "first-result") for replica in replicas]
+    last: Exception | None = None
+    try:
+        for answer in asyncio.as_completed(answers):
+            try:
+                return await answer
+            except Exception as error:
+                last = error
+    finally:
+        for one in answers:
+            one.cancel()
+    assert last is not None, "Serve returns one replica at least"
+    raise last
+
+
 async def _result_of(replica: ReplicaResult, timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await replica.get_async()  # type: ignore[no-untyped-call]
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError):
         # Otherwise it stays there, waiting for room or for the engine, and is counted by Serve.
         replica.cancel()  # type: ignore[no-untyped-call]
         raise

@@ -55,7 +55,7 @@ ALLOWED_FOLDERS: dict[str, set[str]] = {
     "metrics": set(),
     "ray_network": {"network"},
     "tasks": {"metrics"},
-    "ray_calls": {"errors"},
+    "ray_calls": {"errors", "tasks"},
     # from the wire to the engine
     "openai": {"errors", "field_problems", "text"},
     "dialects": {"errors", "openai"},

@@ -16,7 +16,7 @@ from serve_app.config import MigrationArgs
 from serve_app.errors import AdapterUnsupportedError, ServiceUnavailableError
 from serve_app.messages import ENGINE, BaseDescription
 from serve_app.platform_view import ServedBase
-from serve_app.ray_calls import results_of
+from serve_app.ray_calls import first_result_of
 from serve_app.tally import ArmKey
 from serve_app.text.adapter_text import GENERATION
 from serve_app.text.base_text import BaseText
@@ -96,7 +96,9 @@ class Route:
 
 async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
     handle = await asyncio.to_thread(serve.get_deployment_handle, ENGINE, base.app_name)
-    description = await _describe(handle)
+    # A call to one replica would wait for the end of a request while all are full, and an ingress
+    # that starts then would serve nothing.
+    description: BaseDescription = await first_result_of(handle.broadcast("describe"), _DESCRIBE_S)
     text = await open_text(description, texts)
     is_off = description.generation_config == "vllm"
     defaults = read_generation_defaults({} if is_off else description.files, base.base.name)
@@ -110,16 +112,6 @@ async def open_base(base: ServedBase, texts: TextPool | None) -> BaseHandle:
         defaults,
         base.model.max_queued_requests,
     )
-
-
-async def _describe(handle: DeploymentHandle[object]) -> BaseDescription:
-    """Asks all replicas: a call to one of them would wait for the end of a request while all are
-    full, and an ingress that starts then would serve nothing."""
-    results = await results_of(handle.broadcast("describe"), _DESCRIBE_S)
-    found = next((one for one in results if isinstance(one, BaseDescription)), None)
-    if found is None:
-        raise results[0]
-    return found
 
 
 def unavailable(base: ServedBase) -> ServiceUnavailableError:

@@ -102,6 +102,39 @@ async def test_no_base_is_started_while_serve_shuts_down(monkeypatch: pytest.Mon
         assert [*controller.apps] == ["api", *names]
 
 
+async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each file comes with a manager of its own: to the first all bases are new."""
+    controller = Controller()
+    monkeypatch.setattr(fleet, "serve", controller)
+    monkeypatch.setattr(fleet, "read_status", controller.status)
+    catalog = Catalog((base("a"), base("b")))
+
+    async def is_ready(manager: Fleet, *names: str) -> bool:
+        models = [ModelArgs(name=name) for name in names]
+        bases = await manager.round(plan(models, catalog, False), catalog, 0.0)
+        return PlatformView("", catalog, bases, (), True, None).is_ready
+
+    def new_manager() -> Fleet:
+        return Fleet(Sources(partial(FolderRegistry, Path()), "no:engine"))
+
+    def replicas_of(name: str) -> dict[str, int]:
+        (app,) = (app for key, app in controller.apps.items() if key.startswith(f"base--{name}--"))
+        states: dict[str, int] = app.deployments["engine"].replica_states
+        return states
+
+    first = new_manager()
+    assert not await is_ready(first, "a")
+    assert await is_ready(first, "a")
+    second = new_manager()
+    assert await is_ready(second, "a", "b")
+    replicas_of("b").clear()
+    assert await is_ready(second, "a", "b")
+    replicas_of("a").clear()
+    assert not await is_ready(second, "a", "b")
+
+
 async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Path) -> None:
     """No Serve runs here: whatever waits for its status would wait for ever."""
     registry = FolderRegistry(tmp_path)

@@ -73,6 +73,8 @@ class Fleet:
         # By application that Serve refused to deploy: why, and when.
         self._failed_starts: dict[str, tuple[str, float]] = {}
         self._refused: dict[str, str] = {}  # by base: why its setting is not followed
+        # Applications that another file brought to a running server; None before the first round.
+        self._late: set[str] | None = None
 
     async def restore_sleep(self) -> None:
         """Waits for a first report of an ingress, before the first round: a manager that restarted
@@ -91,6 +93,7 @@ class Fleet:
         self._seen |= {spec.app_name: spec for spec in wanted.specs}
         self.sleep.retain({spec.base.digest for spec in wanted.specs})
         self._log_refused(wanted)
+        self._note_late(wanted.specs, status)
         for name in self._failed_starts.keys() - {spec.app_name for spec in wanted.specs}:
             del self._failed_starts[name]
         for spec in wanted.specs:
@@ -169,6 +172,21 @@ class Fleet:
                 logger.error("base %s is refused: %s", name, reason)
         self._refused = refused
 
+    def _note_late(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:
+        """Notes at the first round which bases are new to a server that was running before: another
+        file comes with another manager."""
+        if self._late is not None:
+            return
+        running = {
+            name
+            for name, app in status.applications.items()
+            if name.startswith(APP_PREFIX) and runs(app)
+        }
+        was_serving = running or any(
+            self.sleep.phase(spec.base.digest) == "asleep" for spec in specs
+        )
+        self._late = {spec.app_name for spec in specs} - running if was_serving else set()
+
     async def _remove_unwanted(
         self, wanted_names: set[str], wanted: Plan, status: ServeStatus, now_s: float
     ) -> None:
@@ -199,6 +217,7 @@ class Fleet:
         app = status.applications.get(spec.app_name)
         phase = self.sleep.phase(spec.base.digest)
         is_asleep = phase in ("draining", "asleep")
+        is_late = self._late is not None and spec.app_name in self._late
         state, message = state_of(app)
         if app is None and (failure := self._failed_starts.get(spec.app_name)) is not None:
             state, message = "failed", failure[0]
@@ -213,7 +232,7 @@ class Fleet:
             is_waking=phase == "waking",
             sleep_epoch=self.sleep.sleep_epoch(spec.base.digest) if is_asleep else 0.0,
             # A running server stays ready while a base is added to it or sleeps.
-            is_awaited=spec.source == "file" and phase == "awake",
+            is_awaited=spec.source == "file" and phase == "awake" and not is_late,
             deployed_s=0.0 if app is None else app.last_deployed_time_s,
             start_s=self.starts.last_s(spec.base.name),
             is_refused=state == "failed" and is_refused(app),

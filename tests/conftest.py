@@ -119,6 +119,7 @@ _SHARED_SERVE = (
     "test_serve_migration",
     "test_serve_process_loss",
     "test_serve_ranks",
+    "test_serve_redeploy",
     "test_serve_registry",
     "test_serve_routing",
     "test_serve_routing_router",

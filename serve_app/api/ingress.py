@@ -299,6 +299,9 @@ def ingress_application(
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,  # an idle ingress ends after it; Serve's default is 2 s
+        # Each change of the file replaces the ingresses. By default Serve stops the old ones first,
+        # and nothing answers until the new ones have started, which takes seconds.
+        max_surge_percent=100,
     )
     application: serve.Application = deployment.bind(args, fairness, tenancy, manager, observe)
     return application

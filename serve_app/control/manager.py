@@ -3,8 +3,8 @@
 It watches the registry (the last good catalog stays in use while the registry is down), turns the
 configured models into one Serve application per base version, named by content and settings (a new
 version starts next to the old version, which is removed once the new version answers), and
-publishes a PlatformView to the ingresses by long poll. The models come as `user_config`: a change
-of them causes no restart.
+publishes a PlatformView to the ingresses by long poll. Serve replaces the manager for each changed
+file; a change of its `user_config` alone, the models, causes no restart.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def manager_application(args: PlatformArgs, sources: Sources) -> serve.Applicati
         logging_config={"enable_access_log": False},  # a line per report and long poll
         user_config={"models": [model.model_dump(mode="json") for model in args.models]},
     )
-    # Without the models: a change of them must reach `reconfigure` without a restart.
+    # Without the models: a change of `user_config` must reach `reconfigure` without a restart.
     application: serve.Application = deployment.bind(
         args.model_copy(update={"models": ()}), sources
     )

@@ -213,7 +213,8 @@ class Controller:
         for target in targets:
             deployment = target.target._bound_deployment
             deployment._deployment_config.to_proto_bytes()
-            engine = SimpleNamespace(replica_states={"RUNNING": 1}, message="")
+            num_replicas = deployment._deployment_config.num_replicas
+            engine = SimpleNamespace(replica_states={"RUNNING": num_replicas}, message="")
             self.apps[target.name] = SimpleNamespace(
                 status="RUNNING",
                 message="",
@@ -223,6 +224,9 @@ class Controller:
 
     def delete(self, name: str, _blocking: bool) -> None:
         self.apps.pop(name)
+
+    def scale(self, name: str, num_replicas: int) -> None:
+        self.apps[name].deployments["engine"].replica_states = {"RUNNING": num_replicas}
 
 
 @dataclass
@@ -249,6 +253,7 @@ def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
     controller = Controller()
     patch.setattr(fleet, "serve", controller)
     patch.setattr(fleet, "read_status", lambda: controller.status())
+    patch.setattr(fleet, "scale", controller.scale)
     patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
     patch.setattr(manager, "_SETTLED_POLL_S", 0.02)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
+from ray.serve._private.exceptions import ExternalScalerDisabledError
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from registry.catalog import Catalog
@@ -48,8 +50,11 @@ def test_a_name_follows_its_alias_to_another_application() -> None:
 def test_the_same_content_and_settings_keep_the_application() -> None:
     catalog = Catalog((base(),))
     assert app_names(catalog, ModelArgs(name="a")) == app_names(catalog, ModelArgs(name="a"))
-    assert app_names(catalog, ModelArgs(name="a")) != app_names(
+    assert app_names(catalog, ModelArgs(name="a")) == app_names(
         catalog, ModelArgs(name="a", replicas=2)
+    )
+    assert app_names(catalog, ModelArgs(name="a")) != app_names(
+        catalog, ModelArgs(name="a", max_queued_requests=7)
     )
 
 
@@ -92,6 +97,7 @@ async def test_no_base_is_started_while_serve_shuts_down(monkeypatch: pytest.Mon
     controller = Controller()
     monkeypatch.setattr(fleet, "serve", controller)
     monkeypatch.setattr(fleet, "read_status", controller.status)
+    monkeypatch.setattr(fleet, "scale", controller.scale)
     api = SimpleNamespace(message="", last_deployed_time_s=1.0, deployments={})
     controller.apps["api"] = api  # with the manager; the base's application is gone already
     catalog = Catalog((base(),))
@@ -109,6 +115,7 @@ async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unre
     controller = Controller()
     monkeypatch.setattr(fleet, "serve", controller)
     monkeypatch.setattr(fleet, "read_status", controller.status)
+    monkeypatch.setattr(fleet, "scale", controller.scale)
     catalog = Catalog((base("a"), base("b")))
 
     async def is_ready(manager: Fleet, *names: str) -> bool:
@@ -133,6 +140,54 @@ async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unre
     assert await is_ready(second, "a", "b")
     replicas_of("a").clear()
     assert not await is_ready(second, "a", "b")
+
+
+async def test_other_replicas_are_started_in_the_application_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same manager follows a setting of the registry, and another one a file."""
+    controller = Controller()
+    monkeypatch.setattr(fleet, "serve", controller)
+    monkeypatch.setattr(fleet, "read_status", controller.status)
+    monkeypatch.setattr(fleet, "scale", controller.scale)
+    catalog = Catalog((base("a"),))
+
+    async def replicas(manager: Fleet, num_replicas: int, **settings: object) -> list[int]:
+        model = ModelArgs.model_validate({"name": "a", "replicas": num_replicas, **settings})
+        await manager.round(plan([model], catalog, False), catalog, 0.0)
+        apps = [one.deployments["engine"].replica_states for one in controller.apps.values()]
+        return [states["RUNNING"] for states in apps]
+
+    first, second = (Fleet(Sources(partial(FolderRegistry, Path()), "no:engine")) for _ in "12")
+    assert await replicas(first, 2) == [2]
+    assert await replicas(first, 3) == [3]
+    assert await replicas(second, 3) == [3]
+    (app,) = controller.apps.values()
+    app.deployments["engine"].replica_states = {"RUNNING": 2}  # one has died, Serve replaces it
+    assert await replicas(second, 3) == [2]
+    assert await replicas(second, 1) == [1]
+    scaling = {"min_replicas": 1, "max_replicas": 4}  # from now on the policy's number
+    assert await replicas(second, 4, autoscaling=scaling) == [1, 1]
+    assert await replicas(second, 2, autoscaling=scaling) == [1, 1]
+
+
+async def test_an_application_that_cannot_be_scaled_is_served_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str, num_replicas: int) -> None:
+        raise RayTaskError("scale", "traceback", ExternalScalerDisabledError("it is off"))
+
+    controller = Controller()
+    monkeypatch.setattr(fleet, "serve", controller)
+    monkeypatch.setattr(fleet, "read_status", controller.status)
+    monkeypatch.setattr(fleet, "scale", refuse)
+    catalog, bases = Catalog((base("a"),)), Fleet(Sources(partial(FolderRegistry, Path()), "no:e"))
+    for number in (1, 2, 2):
+        wanted = plan([ModelArgs(name="a", replicas=number)], catalog, False)
+        served = await bases.round(wanted, catalog, 0.0)
+    assert [one.state for one in served] == ["running"]
+    (line,) = (line for line in caplog.messages if "replicas" in line)
+    assert line.endswith("cannot get 2 replicas: it is off")
 
 
 async def test_what_a_name_means_changes_without_an_answer_of_serve(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def args_of(*bases: str, replicas: int, **ingress: object) -> PlatformArgs:
 
 
 FIRST = args_of(RIG_BASE, replicas=2)
-SCALED_DOWN = args_of(RIG_BASE, replicas=1)
+SCALED_UP, SCALED_DOWN = args_of(RIG_BASE, replicas=3), args_of(RIG_BASE, replicas=1)
 
 
 def with_other_engine(model: ModelArgs) -> ModelArgs:
@@ -141,12 +141,17 @@ def watched(rig: Rig) -> Iterator[set[object]]:
 
 
 @pytest.mark.parametrize(
-    ("args", "num_engines"),
-    [pytest.param(SCALED_DOWN, 1, id="replicas"), pytest.param(changed_everywhere(), 2, id="all")],
+    ("args", "num_engines", "num_new"),
+    [
+        pytest.param(SCALED_UP, 3, 1, id="more replicas"),
+        pytest.param(SCALED_DOWN, 1, 0, id="fewer replicas"),
+        pytest.param(changed_everywhere(), 2, 2, id="all"),
+    ],
 )
 def test_streams_and_probes_notice_nothing_of_another_file(
-    rig: Rig, args: PlatformArgs, num_engines: int
+    rig: Rig, args: PlatformArgs, num_engines: int, num_new: int
 ) -> None:
+    """`num_engines` run then, of which `num_new` are other ones than before."""
     undisturbed = chat_all(rig)
     assert {reason for _, reason in undisturbed} == {"length"}
     old = {*processes(ENGINE), *processes(INGRESS), *processes(MANAGER)}
@@ -157,12 +162,13 @@ def test_streams_and_probes_notice_nothing_of_another_file(
             assert all(busy_engines(client))
             with watched(rig) as seen:
                 redeploy(rig, args)
-                eventually(lambda: are_new(client, num_engines, old))
+                eventually(lambda: is_followed(client, num_engines, num_new, old))
             assert not running.done()
         assert running.result() == undisturbed
         assert seen == {("an ingress runs", True), *((path, 200) for path in PATHS)}
-        eventually(lambda: old.isdisjoint({*processes(ENGINE), *processes(INGRESS)}))
-        assert len(processes(ENGINE)) == num_engines
+        eventually(lambda: old.isdisjoint(processes(INGRESS)))
+        eventually(lambda: len(processes(ENGINE)) == num_engines)
+        assert len(set(processes(ENGINE)) - old) == num_new
         assert len(processes(INGRESS)) == len(processes(MANAGER)) == 1
         assert metric(client, "loraplex_requests_lost_total") == 0
         eventually(lambda: metric(client, "loraplex_open_engine_requests") == 0)
@@ -176,11 +182,16 @@ def busy_engines(client: httpx.Client) -> list[bool]:
     return [float(one.rpartition(" ")[2]) > 0 for one in loads if f'"{RIG_BASE}"' in one]
 
 
-def are_new(client: httpx.Client, num_engines: int, old: set[int]) -> bool:
+def is_followed(client: httpx.Client, num_engines: int, num_new: int, old: set[int]) -> bool:
     """Returns whether all that the file asks for runs; streams may hold what ran before."""
+    if old.issuperset(processes(INGRESS)) or old.issuperset(processes(MANAGER)):
+        return False
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
     lines = client.get("/admin/bases", headers=headers).json()["bases"]
-    new_engines = set(processes(ENGINE)) - old
-    return len(new_engines) == num_engines and all(
-        one["state"] == "draining" or one["replicas"] == one["wanted_replicas"] for one in lines
-    )
+    counts = [(one["replicas"], one["wanted_replicas"]) for one in lines if not is_leaving(one)]
+    run, wanted = (sum(numbers) for numbers in zip(*counts, strict=True))
+    return run == wanted == num_engines and len(set(processes(ENGINE)) - old) == num_new
+
+
+def is_leaving(line: dict[str, object]) -> bool:
+    return line["state"] == "draining"

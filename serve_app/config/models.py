@@ -238,7 +238,7 @@ class ModelArgs(ScaledArgs):
 
 # Changing these settings restarts no engine.
 FRONT_SETTINGS = frozenset(
-    {"alias", "idle_timeout_s", "cold_start", "cold_start_timeout_s", "migration"}
+    {"alias", "replicas", "idle_timeout_s", "cold_start", "cold_start_timeout_s", "migration"}
 )
 
 

@@ -3,9 +3,12 @@ through which the application is entered."""
 
 from __future__ import annotations
 
+import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.autoscaling.options import engine_scaling
@@ -44,6 +47,16 @@ def base_application(spec: BaseSpec, sources: Sources) -> serve.Application:
     )
     application: serve.Application = deployment.bind(spec, sources)
     return _behind_placeholder(application) if RAY_SERVE_ENABLE_HA_PROXY else application
+
+
+def scale(app_name: str, num_replicas: int) -> None:
+    """Sets the number of a running application's engine replicas, as the route `scale` of Serve's
+    REST API does: Serve starts others, or drains some; the rest is not touched. Blocks. Raises
+    RayTaskError if the application was deployed without `external_scaler_enabled`."""
+    client = _get_global_client()
+    assert client is not None  # else it has raised
+    deployment = DeploymentID(name=ENGINE, app_name=app_name)
+    ray.get(client._controller.update_deployment_replicas.remote(deployment, num_replicas))
 
 
 class Placeholder:

@@ -41,7 +41,7 @@ from serve_app.control.base_status import (
     unplaced_replicas,
 )
 from serve_app.control.broadcaster import Broadcaster
-from serve_app.control.deployments import base_application
+from serve_app.control.deployments import base_application, scale
 from serve_app.messages import REPORT_INTERVAL_S, Backlog
 from serve_app.platform_view import BaseLine, BaseSpec, BaseState, ServedBase, Sources
 from serve_app.ray_calls import root_cause
@@ -72,6 +72,7 @@ class Fleet:
         self._seen: dict[str, BaseSpec] = {}  # every spec that this manager planned, by application
         # By application that Serve refused to deploy: why, and when.
         self._failed_starts: dict[str, tuple[str, float]] = {}
+        self._replicas: dict[str, int] = {}  # as this manager has set them, by application
         self._refused: dict[str, str] = {}  # by base: why its setting is not followed
         # Applications that another file brought to a running server; None before the first round.
         self._late: set[str] | None = None
@@ -132,6 +133,7 @@ class Fleet:
                     continue
                 del self._failed_s[spec.app_name]
             elif app is not None:
+                await self._scale(spec, app)
                 continue
             _, tried_s = self._failed_starts.get(spec.app_name, ("", -inf))
             if now_s - tried_s < _RETRY_FAILED_S:
@@ -148,8 +150,24 @@ class Fleet:
                 self._note_failed_start(spec.app_name, reason, now_s)
             else:
                 self._failed_starts.pop(spec.app_name, None)
+                self._replicas[spec.app_name] = spec.model.replicas
                 self.starts.begin(spec.app_name, now_s)
             self._note_progress()
+
+    async def _scale(self, spec: BaseSpec, app: ApplicationStatusOverview) -> None:
+        """Sets the replicas of an application, of which its name is independent, where they have
+        changed, or where an earlier manager set them."""
+        name, wanted = spec.app_name, spec.model.replicas
+        if spec.model.autoscaling is not None or app.status == "DELETING":
+            return
+        if self._replicas.get(name) == wanted:
+            return
+        try:
+            await asyncio.to_thread(scale, name, wanted)
+        except RayTaskError as error:  # such as an application of another release
+            logger.error("%s cannot get %d replicas: %s", name, wanted, root_cause(error))
+        self._replicas[name] = wanted
+        self._note_progress()
 
     def _note_failed_start(self, app_name: str, reason: str, now_s: float) -> None:
         reason = reason[:_MAX_REASON_CHARS]
@@ -358,8 +376,12 @@ class Fleet:
 def _deploy(spec: BaseSpec, sources: Sources) -> None:
     """Blocks: called in a thread, for each application by itself, so that a refusal concerns no
     other."""
-    target = base_application(spec, sources)
-    run = serve.RunTarget(target=target, name=spec.app_name, route_prefix=None)
+    run = serve.RunTarget(
+        target=base_application(spec, sources),
+        name=spec.app_name,
+        route_prefix=None,
+        external_scaler_enabled=spec.model.autoscaling is None,  # for `scale`
+    )
     serve.run_many([run], wait_for_applications_running=False)
 
 

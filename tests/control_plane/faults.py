@@ -136,6 +136,11 @@ class FakeServe:
         self.apps[name].status = "DELETING"
         self.apps[name].gone_at_s = self.loop.time() + DRAIN_S
 
+    def scale(self, name: str, num_replicas: int) -> None:
+        self._check()
+        if name not in self.apps:
+            raise RayTaskError("scale", "injected", ValueError(f"{name} is not found"))
+
     def runs(self, name: str) -> bool:
         self._pass()
         app = self.apps.get(name)

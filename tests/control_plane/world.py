@@ -171,6 +171,7 @@ def fake_world(database: Database, models: tuple[ModelArgs, ...], seed: int) -> 
         patch.setattr(manager, "install_in_replica", lambda _: None)
         patch.setattr(fleet, "serve", world.serve)
         patch.setattr(fleet, "read_status", lambda: world.serve.status())
+        patch.setattr(fleet, "scale", world.serve.scale)
         patch.setattr(gateway, "open_base", opener(world.serve))
         patch.setattr("serve_app.control.watcher.time", clock)
         patch.setattr("registry.adoption.time", clock)

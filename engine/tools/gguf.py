@@ -68,9 +68,9 @@ def convert_gguf(
 
 
 def outline_gguf(gguf_path: Path, folder: Path) -> dict[str, int]:
-    """Writes the config.json of the converted base, and its weights without a byte of them: a
-    sparse file with the header, for who reads no more. Returns and raises as `convert_gguf`, which
-    refuses a tokenizer, too."""
+    """Writes the config.json of the converted base, and a sparse file of its weights that has the
+    header alone, which is enough for an estimate of the fit. Returns and raises as `convert_gguf`,
+    which refuses a tokenizer, too."""
     file = _open(gguf_path)
     _save_json(folder / "config.json", file.config)
     header, end = {}, 0

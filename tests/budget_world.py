@@ -84,7 +84,7 @@ class BudgetWorld(World):
             super().run(all_of_it())
         self.store.close()
 
-    async def claim(self, request: LeaseRequest) -> dict[str, Grants]:
+    async def claim(self, request: LeaseRequest) -> dict[str, Grants] | None:
         self.num_calls += 1
         await self._travel()
         await asyncio.sleep(1.0 if self.is_busy else 0.0)

@@ -25,6 +25,7 @@ from serve_app.config import PriceArgs, TenancyArgs
 from serve_app.control.key_calls import Keys
 from serve_app.ray_calls import refusing
 from serve_app.tenancy.authentication import ADMIN
+from serve_app.tenancy.leases import Claim, LeaseRequest
 from serve_app.tenancy.ledger import (
     Ledger,
     UsageBook,
@@ -37,7 +38,7 @@ from tests.ingress_app import make_state
 from tests.key_helpers import make_key, open_service
 from tests.test_tenancy_store import postgres, store, url  # noqa: F401
 from tests.usage_writer import HOUR, PIRATE, batch, record_for_ever
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 ALL = UsageQuery(("key", "model"), 0, 2 * HOUR)
 
@@ -262,13 +263,38 @@ async def test_a_batch_whose_answer_is_lost_counts_in_the_budget_once(
     opened.close()
 
 
+async def test_claims_do_not_queue_for_the_recorded_use_while_the_database_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = open_service(tmp_path)
+    service.store.upgrade()
+    keys = Keys(TenancyArgs(enabled=True), service)
+    tokens, may_end = keys.book._ledger.tokens, threading.Event()
+    read_s = []
+
+    def hanging(from_s: float) -> dict[str, int]:
+        read_s.append(from_s)
+        assert may_end.wait(20)
+        return tokens(from_s)
+
+    monkeypatch.setattr(keys.book._ledger, "tokens", hanging)
+    request = LeaseRequest("i0", {"k1": {"day": Claim(100, need=10, is_first=True)}})
+    assert await asyncio.gather(*(keys.grant(request) for _ in range(5))) == [None] * 5
+    may_end.set()
+    await until(lambda: keys.book._is_known)
+    granted = await keys.grant(request)
+    assert granted is not None
+    assert granted["k1"]["day"].amount == 10
+    assert len(read_s) == 2  # of the day and of the month
+
+
 async def test_a_batch_that_the_manager_before_recorded_late_counts_in_the_budget(
     tmp_path: Path,
 ) -> None:
     opened = Store(f"sqlite:///{tmp_path / 'loraplex.db'}")
     opened.upgrade()
     before, book = (UsageBook(opened, {}, clock=lambda: 1_790_712_000.0) for _ in range(2))
-    await book.know()
+    assert await book.know()
     assert await before.record(batch(1, pirate=Usage(1, 10)))  # its answer is lost
     for _ in range(2):
         assert await book.record(batch(1, pirate=Usage(1, 10)))

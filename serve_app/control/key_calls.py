@@ -35,10 +35,10 @@ class Keys:
         self.leases = Leases(args.burst_s)
         self.book = UsageBook(service.store, args.prices, self._note_counted)
 
-    async def grant(self, request: LeaseRequest) -> dict[str, Grants]:
-        """Raises StoreUnavailableError if the recorded use is not known: the ingress goes on
-        without a manager."""
-        await self.book.know()
+    async def grant(self, request: LeaseRequest) -> dict[str, Grants] | None:
+        """Returns None if the recorded use is not known: the ingress goes on without a manager."""
+        if not await self.book.know():
+            return None
         resets_s = self.book.turn(time.time())
         now_s = asyncio.get_running_loop().time()
         return self.leases.grant(request, self.book.used, resets_s, now_s)
@@ -88,7 +88,7 @@ class KeyCalls:
     async def acts(self, limit: int, before_id: int | None) -> list[dict[str, Any]]:
         return await self._opened_keys().service.acts(limit, before_id)
 
-    async def lease(self, request: LeaseRequest) -> dict[str, Grants]:
+    async def lease(self, request: LeaseRequest) -> dict[str, Grants] | None:
         return await self._opened_keys().grant(request)
 
     async def record_usage(self, batch: UsageBatch) -> bool:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT_S = 30 * DAY_S  # the numbers of batches of an ingress that is gone
 _RETRY_S = 1.0
+_KNOW_S = 0.5  # an ingress waits no longer for its claim
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "engine_ms")
 
 _COLUMNS: dict[Group, ColumnElement[Any]] = {
@@ -147,17 +148,21 @@ class UsageBook:
         self._lock = asyncio.Lock()
         self._is_read = False
         self._is_known = False  # it was read once
+        self._reading: asyncio.Task[None] | None = None  # the last one that callers waited for
         self._began_s: dict[TotalName, float] = {}  # of the day and month that `used` is about
 
     def start(self) -> None:
         keep(self._read_until_done, "read-usage")
 
-    async def know(self) -> None:
-        """Reads the recorded use of this day and month if it was never read. Raises
-        StoreUnavailableError."""
+    async def know(self) -> bool:
+        """Reads the recorded use of this day and month if it was never read. Returns False if that
+        fails, or lasts: each claim that waited for a reading of its own would stay here, and while
+        the database hangs they would become more than the manager has places for."""
         if not self._is_known:
-            async with self._lock:
-                await self._read()
+            if self._reading is None or self._reading.done():
+                self._reading = share(self._try_to_read(), "read-usage")
+            await asyncio.wait((self._reading,), timeout=_KNOW_S)
+        return self._is_known
 
     async def record(self, batch: UsageBatch) -> bool:
         """Returns True once the batch is recorded, and False while the database is away."""
@@ -200,10 +205,13 @@ class UsageBook:
 
     async def _read_until_done(self) -> None:
         while not self._is_read:
-            async with self._lock:
-                with suppress(StoreUnavailableError):  # the service of the keys has logged it
-                    await self._read()
+            await self._try_to_read()
             await asyncio.sleep(_RETRY_S)
+
+    async def _try_to_read(self) -> None:
+        async with self._lock:
+            with suppress(StoreUnavailableError):  # the service of the keys has logged it
+                await self._read()
 
     async def _read(self) -> None:
         """Reads the tokens of this day and month, unless they are known; later batches are added

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import get_args
 
-from serve_app.errors import RateLimitError
+from serve_app.errors import RateLimitError, ServiceUnavailableError
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.tasks import check_running, keep
 from serve_app.tenancy.caller import Caller
@@ -36,7 +36,8 @@ _CALL_S = 0.5  # without an answer the manager counts as away
 _MAX_WAIT_S = 0.5  # of a request for the answer of a claim
 _IDLE_S = 60.0  # after which a key is no longer active here
 
-Claim = Callable[[LeaseRequest], Awaitable[dict[str, Grants]]]
+# None: the manager does not know the recorded use. Serve would log an error with its traceback.
+Claim = Callable[[LeaseRequest], Awaitable[dict[str, Grants] | None]]
 
 _CODES: Mapping[LimitName, tuple[str, str]] = {
     "requests": ("requests", "Rate limit reached: {limit} requests per minute."),
@@ -222,6 +223,8 @@ class Limits:
         try:
             async with asyncio.timeout(_CALL_S):
                 grants = await self._claim(request)
+            if grants is None:
+                raise ServiceUnavailableError("It does not know the recorded use yet.")
         except Exception as error:  # claimed again by the next call
             if not self._is_away:
                 logger.warning("could not claim leases from the manager: %r", error)

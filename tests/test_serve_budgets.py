@@ -55,6 +55,20 @@ def test_a_manager_grants_nothing_of_a_budget_before_it_knows_the_recorded_use(
     world.run(scenario())
 
 
+def test_keys_without_a_budget_do_not_wait_for_the_recorded_use(tmp_path: Path) -> None:
+    world = make_world(tmp_path, KeyPolicy(max_parallel_requests=1), 2)
+
+    async def scenario() -> None:
+        world.store.is_away = True
+        world.revive()
+        for ingress in (0, 1):
+            await world.request(ingress, 100, 100, 1.0)
+            await asyncio.sleep(2.0)  # until its slot is returned
+        assert world.num_refused == 0
+
+    world.run(scenario())
+
+
 @pytest.mark.parametrize("seed", range(4))  # either ingress claims first
 def test_a_new_manager_grants_no_part_of_a_budget_that_another_ingress_holds(
     tmp_path: Path, seed: int

@@ -7,14 +7,14 @@ import heapq
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from serve_app.admin_api import KeyLine
 from serve_app.config import KEY_PEPPER, TenancyArgs, database_url, secret
 from serve_app.errors import ApiError
 from serve_app.metrics.exposition import as_text, gauge
 from serve_app.ray_calls import refusing
-from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, limits_of
+from serve_app.tenancy.leases import BudgetName, Grants, LeaseRequest, Leases, limits_of
 from serve_app.tenancy.orders import Act, KeyOrder, UsageGroup, UsageQuery
 from serve_app.tenancy.table import KeyDelta
 from serve_app.tenancy.usage import UsageBatch, ingress_of
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from serve_app.tenancy.service import KeyService
 
 _MAX_BUDGETS = 100  # in the metrics
+_BUDGETS = frozenset(get_args(BudgetName))
 
 
 class Keys:
@@ -36,8 +37,10 @@ class Keys:
         self.book = UsageBook(service.store, args.prices, self._note_counted)
 
     async def grant(self, request: LeaseRequest) -> dict[str, Grants] | None:
-        """Returns None if the recorded use is not known: the ingress goes on without a manager."""
-        if not await self.book.know():
+        """Returns None for claims on budgets whose recorded use is not known: the ingress goes on
+        without a manager."""
+        names = set().union(*request.keys.values())
+        if names & _BUDGETS and not await self.book.know():
             return None
         resets_s = self.book.turn(time.time())
         now_s = asyncio.get_running_loop().time()

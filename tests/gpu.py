@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,13 +104,17 @@ def start(ids: Sequence[str], devices: Sequence[int], cores: Sequence[int], log:
 
 
 def wait(runs: Sequence[Run], until_s: float) -> None:
-    """Waits for the ends of these, and kills those that still run at `until_s`."""
-    for run in runs:
-        try:
-            run.process.wait(max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(run.process.pid, signal.SIGKILL)
-            run.process.wait()
+    """Waits for the ends of these, and kills those that still run at `until_s`, or when this
+    process is interrupted: the terminal's Ctrl-C does not reach their sessions."""
+    try:
+        for run in runs:
+            with suppress(subprocess.TimeoutExpired):
+                run.process.wait(max(0.0, until_s - time.monotonic()))
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                os.killpg(run.process.pid, signal.SIGKILL)
+                run.process.wait()
 
 
 def outcomes(log: Path) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import TESTS, collect, divide, outcomes, run_all
+from tests.gpu import TESTS, Run, collect, divide, outcomes, run_all, wait
 
 LOG = """\
 [gw0] [  3%] PASSED tests/test_a_on_cuda.py::test_kernel[64 rows]
@@ -47,6 +49,31 @@ def test_tests_run_on_all_devices_and_end_at_the_limit(tmp_path: Path) -> None:
     assert (tmp_path / "gpu0.log").exists()
     assert (tmp_path / "gpu1.log").exists()
     assert run_all(few, 2, tmp_path, time.monotonic()) == {}
+
+
+def test_an_interrupted_wait_leaves_no_run_behind(tmp_path: Path) -> None:
+    """The first of the runs raises what Ctrl-C does."""
+
+    class Interrupted(subprocess.Popen[bytes]):
+        is_waited = False
+
+        def wait(self, timeout: float | None = None) -> int:
+            self.is_waited, was_waited = True, self.is_waited
+            if not was_waited:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    command = ["sleep", "600"]
+    first = Interrupted(command, start_new_session=True)
+    second = subprocess.Popen(command, start_new_session=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait([Run(one, tmp_path) for one in (first, second)], time.monotonic() + 600)
+        assert [first.poll(), second.poll()] == [-signal.SIGKILL] * 2
+    finally:
+        for one in (first, second):
+            one.kill()
+            one.wait()
 
 
 def test_a_marker_without_tests_is_refused() -> None:

@@ -116,9 +116,18 @@ async def test_the_model_list_leaves_out_what_cannot_be_served() -> None:
     assert [one["id"] for one in listed] == ["base", "sound"]
 
 
-async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
+@pytest.mark.parametrize(
+    ("error", "level", "words"),
+    [(OSError("no memory"), "ERROR", "no memory"), (TimeoutError(), "WARNING", "TimeoutError()")],
+)
+async def test_a_base_whose_opening_fails_is_tried_again(
+    error: Exception,
+    level: str,
+    words: str,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A late answer has no traceback in the log, as another call that fails; a fault has one."""
     base = BaseVersion("base", 1, "d" * 64, "source")
     served = ServedBase(base, "app", "running", ModelArgs(name="base"))
     gateway = make_gateway()
@@ -129,13 +138,16 @@ async def test_a_base_whose_opening_fails_in_an_unknown_way_is_tried_again(
         tries.append(1)
         if len(tries) == 3:
             gateway.view = replace(gateway.view, bases=())  # not wanted any more
-        raise OSError("no memory")
+        raise error
 
     monkeypatch.setattr(gateway_module, "open_base", fail)
     monkeypatch.setattr(gateway_module, "_RETRY_S", 0.001)
     gateway._opening["app", served.deployed_s] = cast("asyncio.Task[None]", None)
     await gateway._open(served)
     assert (len(tries), gateway._unusable) == (3, {})
+    first = caplog.records[0]
+    assert first.getMessage() == f"could not open app, retrying: {words}"
+    assert (first.levelname, first.exc_info is None) == (level, level == "WARNING")
 
 
 async def test_a_handle_has_the_migration_settings_of_the_newest_view(

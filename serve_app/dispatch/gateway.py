@@ -383,10 +383,10 @@ class Gateway:
 
 
 def _log_failure(words: str, error: Exception) -> None:
-    """Logs a failure after which the work is tried again: with a traceback unless a call failed."""
-    is_call = isinstance(error, RAY_ERRORS)
-    level = logging.WARNING if is_call else logging.ERROR
-    logger.log(level, "%s: %s", words, error, exc_info=None if is_call else error)
+    """Logs a failure after which work is tried again, with a traceback unless a call failed."""
+    is_call = isinstance(error, (*RAY_ERRORS, TimeoutError))
+    level, fault = (logging.WARNING, None) if is_call else (logging.ERROR, error)
+    logger.log(level, "%s: %s", words, str(error) or repr(error), exc_info=fault)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ in SQLite, and their calls may be slow or lost."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -56,20 +57,20 @@ class BudgetWorld(World):
         super().__post_init__()
         self.store = WeakStore(self.url)
         self.store.upgrade()
-        self.keys = self._manager()
+        self.keys = self._manager(-math.inf)
         self.meters = [
             UsageMeter(f"i{number}", self.record, limits.recorded)
             for number, limits in enumerate(self.limits)
         ]
 
-    def _manager(self) -> Keys:
+    def _manager(self, began_s: float) -> Keys:
         service: Any = SimpleNamespace(store=self.store)
-        keys = Keys(TenancyArgs(enabled=True, burst_s=self.burst_s), service)
+        keys = Keys(TenancyArgs(enabled=True, burst_s=self.burst_s), service, began_s)
         keys.book = UsageBook(self.store, {}, keys._note_counted, lambda: time.time())
         return keys
 
     def revive(self) -> None:
-        self.keys = self._manager()
+        self.keys = self._manager(self.loop.time())
         self.keys.book.start()
         self.is_down = False
 

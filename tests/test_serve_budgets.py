@@ -96,6 +96,28 @@ def test_a_new_manager_grants_no_part_of_a_budget_that_another_ingress_holds(
     world.run(scenario())
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_ingress_that_is_new_with_its_manager_gets_its_part_of_a_budget(
+    tmp_path: Path, seed: int
+) -> None:
+    """Another file replaces both, while the ingress before has open streams."""
+    world = make_world(tmp_path, KeyPolicy(tokens_per_day=1000), 2, seed)
+
+    async def open_many(ingress: int, num_requests: int) -> None:
+        for _ in range(num_requests):
+            asyncio.get_running_loop().create_task(world.request(ingress, 100, 100, 20.0))
+            await asyncio.sleep(0.05)
+
+    async def scenario() -> None:
+        await open_many(0, 8)
+        await asyncio.sleep(2.0)
+        world.revive()
+        await open_many(1, 60)
+        assert 1000 <= world.most_tokens <= 800 + 500
+
+    world.run(scenario())
+
+
 async def send_until_admitted(world: BudgetWorld, ingress: int, tokens: int) -> None:
     """Sends a request as an SDK does: again after a refusal that may pass, when it says so."""
     while True:

@@ -123,17 +123,24 @@ def usage(admin: httpx.Client, key_id: str) -> dict[str, object]:
 def test_a_budget_of_a_day_ends_with_insufficient_quota(rig: Rig, admin: httpx.Client) -> None:
     _, headers = new_key(rig, admin, tokens_per_day=20)
     body = {**BODY, "max_tokens": 5}
-    answers = [
-        httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers, timeout=120)
-        for _ in range(12)  # so many that each ingress has met its share before the last
-    ]
+    answers: list[httpx.Response] = []
+
+    def is_used_up() -> bool:
+        answers.append(
+            httpx.post(f"{rig.url}/v1/completions", json=body, headers=headers, timeout=120)
+        )
+        # While an ingress holds a rest the other one refuses for a second.
+        return answers[-1].status_code == 429 and answers[-1].headers["x-should-retry"] == "false"
+
+    for _ in range(12):  # so many that each ingress has met its share before the last
+        is_used_up()
+    eventually(is_used_up)
+    assert answers[-1].json()["error"]["code"] == "insufficient_quota"
     found = [answer.status_code for answer in answers]
     # Two fit, and the last part of a budget admits one more. An ingress whose claim is not answered
     # in time, as on a busy machine, admits its part of what was left in addition.
     assert 2 <= found.count(200) <= 3 + NUM_INGRESSES, found
-    assert answers[-1].status_code == 429
-    assert answers[-1].json()["error"]["code"] == "insufficient_quota"
-    assert answers[-1].headers["x-should-retry"] == "false"
+    assert set(found) == {200, 429}
 
 
 def test_limits_hold_and_use_is_recorded_once_though_the_manager_is_killed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,12 @@ _BUDGETS = frozenset(get_args(BudgetName))
 class Keys:
     """The keys of a manager, their limits and their use. All methods belong to its event loop."""
 
-    def __init__(self, args: TenancyArgs, service: KeyService) -> None:
+    def __init__(self, args: TenancyArgs, service: KeyService, began_s: float = -math.inf) -> None:
+        """`began_s`: as of `Leases`."""
         from serve_app.tenancy.ledger import UsageBook  # imports the database's libraries
 
         self.service = service
-        self.leases = Leases(args.burst_s)
+        self.leases = Leases(args.burst_s, began_s)
         self.book = UsageBook(service.store, args.prices, self._note_counted)
 
     async def grant(self, request: LeaseRequest) -> dict[str, Grants] | None:
@@ -115,7 +117,8 @@ def open_keys(args: TenancyArgs, home: Path | None) -> Keys | None:
         return None
     from serve_app.tenancy.service import KeyService  # imports the database's libraries
 
-    keys = Keys(args, KeyService(database_url(args), secret(KEY_PEPPER), home))
+    service = KeyService(database_url(args), secret(KEY_PEPPER), home)
+    keys = Keys(args, service, asyncio.get_running_loop().time())
     keys.service.start()
     keys.book.start()
     return keys

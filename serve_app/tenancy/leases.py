@@ -197,7 +197,7 @@ class _Total:
             wait_s = min(wait_s, CLAIM_INTERVAL_S)
         if now_s < self.settled_s:
             if not self.is_whole and free > 0:
-                wait_s = self.settled_s - now_s
+                wait_s = max(_ASK_S, self.settled_s - now_s)
             more, alone = self._unsettled(claim, more, alone)
         self.holders[ingress_id] = _Holder(claim, now_s, claim.in_use + more, alone)
         is_covered = more + _ROUNDING >= claim.need
@@ -237,14 +237,16 @@ def _fresh(holders: dict[str, _Holder], ingress_id: str, now_s: float) -> list[_
 
 
 class Leases:
-    """The limits of all active keys. `burst_s`: seconds of its rate that an idle key may use at
-    once. All methods belong to the manager's event loop."""
+    """The limits of all active keys. All methods belong to the manager's event loop."""
 
-    def __init__(self, burst_s: float) -> None:
+    def __init__(self, burst_s: float, began_s: float = -math.inf) -> None:
+        """`burst_s`: seconds of its rate that an idle key may use at once; `began_s`: the start of
+        this manager, before which another one may have granted something."""
         self._burst_s = burst_s
         self._buckets: dict[tuple[str, LimitName], _Bucket] = {}
         self._totals: dict[tuple[str, LimitName], _Total] = {}
         self._swept_s = 0.0
+        self._began_s = began_s
 
     def __len__(self) -> int:
         """The number of limits that are kept."""
@@ -299,6 +301,8 @@ class Leases:
         if total is None:  # after a manager that granted it something, all ingresses claim first
             is_new = claim.is_first and not claim.in_use
             settled_s = now_s if is_new else now_s + _FRESH_S
+            if name != "parallel":  # an ingress that holds a part may claim after one that is new
+                settled_s = max(settled_s, self._began_s + _FRESH_S)
             total = self._totals[key] = _Total(now_s, settled_s, name == "parallel")
         recorded, reset_s = used.get(key, 0.0), resets_s.get(name, 0.0)
         return total.grant(ingress_id, claim, recorded, reset_s, now_s)

@@ -116,7 +116,7 @@ async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unre
     monkeypatch.setattr(fleet, "serve", controller)
     monkeypatch.setattr(fleet, "read_status", controller.status)
     monkeypatch.setattr(fleet, "scale", controller.scale)
-    catalog = Catalog((base("a"), base("b")))
+    catalog = Catalog((base("a"), base("b"), base("c")))
 
     async def is_ready(manager: Fleet, *names: str) -> bool:
         models = [ModelArgs(name=name) for name in names]
@@ -131,8 +131,11 @@ async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unre
         states: dict[str, int] = app.deployments["engine"].replica_states
         return states
 
+    other = new_manager()
+    for ready in (False, True):
+        assert await is_ready(other, "c") is ready
     first = new_manager()
-    assert not await is_ready(first, "a")
+    assert not await is_ready(first, "a")  # none of its bases ran before
     assert await is_ready(first, "a")
     second = new_manager()
     assert await is_ready(second, "a", "b")

@@ -241,11 +241,16 @@ def is_application_of(app: str, name: str, digest: str) -> bool:
     return app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--{digest[:12]}-")
 
 
+def is_application_of_name(app: str, name: str) -> bool:
+    """True for applications of any version of this base with any settings."""
+    return app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--")
+
+
 def is_application_of_any(app: str, plan: Plan) -> bool:
     """True for applications of a configured base of which the plan contains no version."""
     names = [name.partition("@")[0] for name in plan.missing]
     names += [base.name for base in plan.refused]
-    return any(app.startswith(f"{APP_PREFIX}{_in_app_name(name)}--") for name in names)
+    return any(is_application_of_name(app, name) for name in names)
 
 
 def _settings(catalog: Catalog, in_file: set[str]) -> tuple[list[ModelArgs], list[RefusedBase]]:

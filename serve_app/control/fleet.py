@@ -28,6 +28,7 @@ from serve_app.control.base_plan import (
     Plan,
     is_application_of,
     is_application_of_any,
+    is_application_of_name,
 )
 from serve_app.control.base_sleep import ScaleToZero
 from serve_app.control.base_status import (
@@ -191,19 +192,18 @@ class Fleet:
         self._refused = refused
 
     def _note_late(self, specs: Sequence[BaseSpec], status: ServeStatus) -> None:
-        """Notes at the first round which bases are new to a server that was running before: another
-        file comes with another manager."""
+        """Notes at the first round which bases another file, which comes with another manager,
+        added to bases that run or sleep. A file of other bases altogether adds none."""
         if self._late is not None:
             return
-        running = {
-            name
-            for name, app in status.applications.items()
-            if name.startswith(APP_PREFIX) and runs(app)
+        running = [name for name, app in status.applications.items() if runs(app)]
+        kept = {
+            spec.app_name
+            for spec in specs
+            if self.sleep.phase(spec.base.digest) == "asleep"
+            or any(is_application_of_name(name, spec.base.name) for name in running)
         }
-        was_serving = running or any(
-            self.sleep.phase(spec.base.digest) == "asleep" for spec in specs
-        )
-        self._late = {spec.app_name for spec in specs} - running if was_serving else set()
+        self._late = {spec.app_name for spec in specs} - kept if kept else set()
 
     async def _remove_unwanted(
         self, wanted_names: set[str], wanted: Plan, status: ServeStatus, now_s: float

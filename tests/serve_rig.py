@@ -43,6 +43,7 @@ from serve_app.config import (
     RouterArgs,
     TenancyArgs,
 )
+from serve_app.control.base_plan import is_application_of
 from serve_app.platform_view import Sources
 from tests.fakes_engine import HOLD
 from tests.fakes_registry import FolderRegistry
@@ -52,6 +53,7 @@ from tests.waiting import eventually
 RIG_BASE = "base"
 RIG_ADAPTER = "pirate"
 RIG_TOKEN = "token of the rig"
+INGRESS = "ray::ServeReplica:api:ingress"
 FRONT_TIMEOUT_S = 3.0  # of a header and of a body
 _NICENESS = "RAY_worker_niceness"
 _PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
@@ -61,6 +63,9 @@ _PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 class Rig:
     port: int
     registry: FolderRegistry
+    # The ingresses and applications of the tests before, which leave while the new ones start.
+    old_ingresses: frozenset[int] = frozenset()
+    old_applications: frozenset[str] = frozenset()
 
     @property
     def url(self) -> str:
@@ -178,8 +183,11 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
         base = registry.add_base(RIG_BASE)
         catalog = Catalog((base,), (registry.add_adapter(RIG_ADAPTER, base),))
     registry.write(catalog)
+    ingresses, old = frozenset(processes(INGRESS)), frozenset(serve.status().applications)
     serve.run(build_with(args, rig_sources(folder)), name="api", route_prefix="/")
-    return Rig(port, registry)
+    bases = catalog.bases
+    kept = {app for app in old for one in bases if is_application_of(app, one.name, one.digest)}
+    return Rig(port, registry, ingresses, old - kept - {"api"})
 
 
 def end_application() -> None:
@@ -212,6 +220,8 @@ def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the rig is not ready")
         time.sleep(0.05)
+    eventually(lambda: rig.old_ingresses.isdisjoint(processes(INGRESS)))
+    eventually(lambda: rig.old_applications.isdisjoint(serve.status().applications))
 
 
 @contextmanager

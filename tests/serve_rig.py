@@ -43,7 +43,7 @@ from serve_app.config import (
     RouterArgs,
     TenancyArgs,
 )
-from serve_app.control.base_plan import is_application_of
+from serve_app.control.base_plan import APP_PREFIX, is_application_of
 from serve_app.platform_view import Sources
 from tests.fakes_engine import HOLD
 from tests.fakes_registry import FolderRegistry
@@ -183,11 +183,12 @@ def deploy(port: int, args: PlatformArgs, folder: Path, catalog: Catalog | None 
         base = registry.add_base(RIG_BASE)
         catalog = Catalog((base,), (registry.add_adapter(RIG_ADAPTER, base),))
     registry.write(catalog)
-    ingresses, old = frozenset(processes(INGRESS)), frozenset(serve.status().applications)
+    ingresses = frozenset(processes(INGRESS))
+    old = frozenset(app for app in serve.status().applications if app.startswith(APP_PREFIX))
     serve.run(build_with(args, rig_sources(folder)), name="api", route_prefix="/")
     bases = catalog.bases
     kept = {app for app in old for one in bases if is_application_of(app, one.name, one.digest)}
-    return Rig(port, registry, ingresses, old - kept - {"api"})
+    return Rig(port, registry, ingresses, old - kept)
 
 
 def end_application() -> None:

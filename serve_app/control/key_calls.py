@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from serve_app.admin_api import KeyLine
 from serve_app.config import KEY_PEPPER, TenancyArgs, database_url, secret
 from serve_app.errors import ApiError
 from serve_app.metrics.exposition import as_text, gauge
 from serve_app.ray_calls import refusing
-from serve_app.tenancy.leases import BudgetName, Grants, LeaseRequest, Leases, limits_of
+from serve_app.tenancy.leases import BUDGETS, Grants, LeaseRequest, Leases, limits_of
 from serve_app.tenancy.orders import Act, KeyOrder, UsageGroup, UsageQuery
 from serve_app.tenancy.table import KeyDelta
 from serve_app.tenancy.usage import UsageBatch, ingress_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from serve_app.tenancy.service import KeyService
 
 _MAX_BUDGETS = 100  # in the metrics
-_BUDGETS = frozenset(get_args(BudgetName))
 
 
 class Keys:
@@ -42,7 +41,7 @@ class Keys:
         """Returns None for claims on budgets whose recorded use is not known: the ingress goes on
         without a manager."""
         names = set().union(*request.keys.values())
-        if names & _BUDGETS and not await self.book.know():
+        if not names.isdisjoint(BUDGETS) and not await self.book.know():
             return None
         resets_s = self.book.turn(time.time())
         now_s = asyncio.get_running_loop().time()

@@ -27,6 +27,7 @@ RateName = Literal["requests", "tokens"]  # per minute
 BudgetName = Literal["day", "month"]  # of tokens
 TotalName = Literal["parallel", BudgetName]
 LimitName = RateName | TotalName
+BUDGETS = get_args(BudgetName)
 
 LEASE_S = 2.0  # of an ingress's demand, at most, that it holds in advance
 CLAIM_INTERVAL_S = 1.0
@@ -275,7 +276,7 @@ class Leases:
     def note_recorded(self, ingress_id: str, key_id: str, num_tokens: int) -> None:
         """Notes that use which an ingress held is recorded, and counts there from now on. Counted
         twice until the ingress claims again, it made others refuse requests of half a budget."""
-        for name in get_args(BudgetName):
+        for name in BUDGETS:
             if (total := self._totals.get((key_id, name))) is not None:
                 total.note_recorded(ingress_id, num_tokens)
 
@@ -301,7 +302,7 @@ class Leases:
         if total is None:  # after a manager that granted it something, all ingresses claim first
             is_new = claim.is_first and not claim.in_use
             settled_s = now_s if is_new else now_s + _FRESH_S
-            if name != "parallel":  # an ingress that holds a part may claim after one that is new
+            if name in BUDGETS:  # an ingress that holds a part may claim after one that is new
                 settled_s = max(settled_s, self._began_s + _FRESH_S)
             total = self._totals[key] = _Total(now_s, settled_s, name == "parallel")
         recorded, reset_s = used.get(key, 0.0), resets_s.get(name, 0.0)

@@ -13,15 +13,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import get_args
 
 from serve_app.errors import RateLimitError, ServiceUnavailableError
 from serve_app.metrics.exposition import as_text, counter, gauge
 from serve_app.tasks import check_running, keep
 from serve_app.tenancy.caller import Caller
 from serve_app.tenancy.leases import (
+    BUDGETS,
     CLAIM_INTERVAL_S,
-    BudgetName,
     Grants,
     LeaseRequest,
     LimitName,
@@ -181,7 +180,7 @@ class Limits:
         self.num_refused[name] += 1
         limit, wait_s = lease.refuse(name, now_s, is_away=self._is_away)
         kind, words = _CODES[name]
-        if name in get_args(BudgetName) and wait_s <= _SOON_S:
+        if name in BUDGETS and wait_s <= _SOON_S:
             kind, words = "tokens", _HELD
         return RateLimitError(words.format(limit=limit, name=name), kind, wait_s)
 

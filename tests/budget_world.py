@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ import sqlalchemy as sa
 
 from serve_app.config import TenancyArgs
 from serve_app.control.key_calls import Keys
-from serve_app.errors import RateLimitError
 from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.ledger import UsageBook
 from serve_app.tenancy.store import Store, StoreUnavailableError
@@ -51,7 +50,6 @@ class BudgetWorld(World):
     num_used: int = 0  # tokens of ended requests
     open_tokens: int = 0
     most_tokens: int = 0  # used and open at once
-    refused_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,16 +106,9 @@ class BudgetWorld(World):
 
     async def request(self, ingress: int, expected: int, real: int, lasts_s: float) -> None:
         """`real`: 0 for a request that fails without an answer."""
-        limits, caller = self.limits[ingress], self.caller
-        try:
-            limits.check(caller)
-            charge = await limits.admit(caller, expected)
-        except RateLimitError:
-            self.num_refused += 1
-            self.refused_s.append(self.loop.time())
+        charge = await self.admit(ingress, expected, real)
+        if charge is None:
             return
-        self.admitted.append((self.loop.time(), real))
-        self.num_open += 1
         self.open_tokens += expected
         self._note_most()
         try:
@@ -135,7 +126,6 @@ class BudgetWorld(World):
             self._note_most()
 
     def _note_most(self) -> None:
-        self.most_open = max(self.most_open, self.num_open)
         self.most_tokens = max(self.most_tokens, self.num_used + self.open_tokens)
 
     @property

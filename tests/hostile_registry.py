@@ -249,11 +249,17 @@ async def _accept(*_: object) -> int:
     return 0
 
 
-def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
+def fake_controller(patch: pytest.MonkeyPatch) -> Controller:
+    """Returns the controller that fleets call from now on."""
     controller = Controller()
     patch.setattr(fleet, "serve", controller)
     patch.setattr(fleet, "read_status", lambda: controller.status())
     patch.setattr(fleet, "scale", controller.scale)
+    return controller
+
+
+def make_world(folder: Path, patch: pytest.MonkeyPatch) -> World:
+    controller = fake_controller(patch)
     patch.setattr(fleet, "_FIRST_REPORT_S", 0.05)
     patch.setattr(manager, "_STATUS_POLL_S", 0.02)
     patch.setattr(manager, "_SETTLED_POLL_S", 0.02)

@@ -12,7 +12,7 @@ from typing import Any
 from serve_app.errors import RateLimitError
 from serve_app.tenancy.caller import Caller, KeyPolicy
 from serve_app.tenancy.leases import Grants, LeaseRequest, Leases, LimitName
-from serve_app.tenancy.limits import Limits
+from serve_app.tenancy.limits import Charge, Limits
 from tests.virtual_loop import VirtualLoop
 
 LATENCY_S = 0.003
@@ -93,17 +93,24 @@ class World:
                 await asyncio.sleep(self.random.expovariate(max(rate(now_s), 1e-3)))
                 group.create_task(self.request(ingress, *tokens(), lasts_s()))
 
-    async def request(self, ingress: int, expected: int, real: int, lasts_s: float) -> None:
+    async def admit(self, ingress: int, expected: int, real: int) -> Charge | None:
+        """Returns None if the request is refused."""
         limits, caller = self.limits[ingress], self.caller
         try:
             limits.check(caller)
             charge = await limits.admit(caller, expected)
         except RateLimitError:
             self.num_refused += 1
-            return
+            return None
         self.admitted.append((self.loop.time(), real))
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
+        return charge
+
+    async def request(self, ingress: int, expected: int, real: int, lasts_s: float) -> None:
+        charge = await self.admit(ingress, expected, real)
+        if charge is None:
+            return
         await asyncio.sleep(lasts_s)
         charge.settle(real)
         charge.close()

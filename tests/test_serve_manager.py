@@ -27,7 +27,7 @@ from serve_app.errors import ConflictError
 from serve_app.messages import BaseChange
 from serve_app.platform_view import PlatformView, Sources
 from tests.fakes_registry import FolderRegistry
-from tests.hostile_registry import Controller
+from tests.hostile_registry import fake_controller
 
 
 def base(name: str = "a", version: int = 1, alias: str | None = None) -> BaseVersion:
@@ -94,10 +94,7 @@ def test_auto_takes_the_gpu_that_the_cluster_has() -> None:
 
 
 async def test_no_base_is_started_while_serve_shuts_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller()
-    monkeypatch.setattr(fleet, "serve", controller)
-    monkeypatch.setattr(fleet, "read_status", controller.status)
-    monkeypatch.setattr(fleet, "scale", controller.scale)
+    controller = fake_controller(monkeypatch)
     api = SimpleNamespace(message="", last_deployed_time_s=1.0, deployments={})
     controller.apps["api"] = api  # with the manager; the base's application is gone already
     catalog = Catalog((base(),))
@@ -112,10 +109,7 @@ async def test_a_base_that_another_file_adds_does_not_make_a_running_server_unre
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each file comes with a manager of its own: to the first all bases are new."""
-    controller = Controller()
-    monkeypatch.setattr(fleet, "serve", controller)
-    monkeypatch.setattr(fleet, "read_status", controller.status)
-    monkeypatch.setattr(fleet, "scale", controller.scale)
+    controller = fake_controller(monkeypatch)
     catalog = Catalog((base("a"), base("b"), base("c")))
 
     async def is_ready(manager: Fleet, *names: str) -> bool:
@@ -149,10 +143,7 @@ async def test_other_replicas_are_started_in_the_application_that_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same manager follows a setting of the registry, and another one a file."""
-    controller = Controller()
-    monkeypatch.setattr(fleet, "serve", controller)
-    monkeypatch.setattr(fleet, "read_status", controller.status)
-    monkeypatch.setattr(fleet, "scale", controller.scale)
+    controller = fake_controller(monkeypatch)
     catalog = Catalog((base("a"),))
 
     async def replicas(manager: Fleet, num_replicas: int, **settings: object) -> list[int]:
@@ -180,9 +171,7 @@ async def test_an_application_that_cannot_be_scaled_is_served_as_it_is(
     def refuse(name: str, num_replicas: int) -> None:
         raise RayTaskError("scale", "traceback", ExternalScalerDisabledError("it is off"))
 
-    controller = Controller()
-    monkeypatch.setattr(fleet, "serve", controller)
-    monkeypatch.setattr(fleet, "read_status", controller.status)
+    fake_controller(monkeypatch)
     monkeypatch.setattr(fleet, "scale", refuse)
     catalog, bases = Catalog((base("a"),)), Fleet(Sources(partial(FolderRegistry, Path()), "no:e"))
     for number in (1, 2, 2):

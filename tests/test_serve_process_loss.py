@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.serve_rig import (
+    INGRESS,
     RIG_ADAPTER,
     RIG_BASE,
     Rig,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.serve
 RATE = 30.0
 TOKENS = 90
 STREAMS = 12
-INGRESS, CONTROLLER, PROXY = "ray::ServeReplica:api:ingress", "ServeController", "ray::ProxyActor"
+CONTROLLER, PROXY = "ServeController", "ray::ProxyActor"
 BODY = {"prompt": "abcdefghij", "max_tokens": TOKENS, "stream": True}
 WHOLE = "abcdefghij" * (TOKENS // 10)
 

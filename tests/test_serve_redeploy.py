@@ -19,6 +19,7 @@ from serve_app.config import ModelArgs, PlatformArgs
 from serve_app.control.base_status import read_status
 from tests.fakes_registry import FolderRegistry
 from tests.serve_rig import (
+    INGRESS,
     RIG_ADAPTER,
     RIG_BASE,
     RIG_TOKEN,
@@ -41,7 +42,7 @@ RATE = 200.0
 NUM_STREAMS = 12
 TOKENS = 60
 DRAIN_S = 600  # as by default; the rig's own streams are short
-ENGINE, INGRESS, MANAGER = "ray::EngineActor", "ray::ServeReplica:api:ingress", "api:manager"
+ENGINE, MANAGER = "ray::EngineActor", "api:manager"
 PROBES = ("/live", "/health", "/ready")
 PATHS = (*PROBES, "/v1/completions")
 

@@ -86,6 +86,8 @@ def start(ids: Sequence[str], devices: Sequence[int], cores: Sequence[int], log:
     }
     # A process whose tests are done takes some of another's: few files have most of the tests.
     options = ["-v", "-n", str(len(cores)), "--dist", "worksteal", "-p", "no:cacheprovider"]
+    # pytest-benchmark, where a machine has it, warns of several processes: an error in pytest here.
+    options += ["-p", "no:benchmark"]
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)  # the process inherits them
     try:
@@ -167,6 +169,9 @@ def main() -> None:
     if arguments.passed is not None:
         passed.update(name for name, outcome in found.items() if outcome == "PASSED")
         arguments.passed.write_text("\n".join(sorted(passed)) + "\n")
+    for log in sorted(logs.glob("*.log")):
+        if not outcomes(log):
+            print(f"pytest began no test, says {log}:\n{log.read_text(errors='replace')[-2000:]}")
     for name, outcome in sorted(found.items()):
         if outcome in ("FAILED", "ERROR"):
             print(outcome, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,7 +298,8 @@ def test_a_page_of_keys_that_empties_gives_way_to_the_one_before(page: Any, rig:
     page.get_by_role("button", name="Revoke").first.wait_for()
 
 
-def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
+def record_use(rig: Rig) -> None:
+    """Returns when a request for PLAIN is in the usage."""
     body = {"model": PLAIN, "prompt": "abc", "max_tokens": 5}
     assert httpx.post(f"{rig.url}/v1/completions", json=body, headers=ADMIN).status_code == 200
 
@@ -306,6 +308,10 @@ def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
         return [line["model"] for line in found]
 
     eventually(lambda: f"{PLAIN}@1" in recorded())
+
+
+def test_usage_is_shown_and_downloaded(page: Any, rig: Rig) -> None:
+    record_use(rig)
     go(page, "Keys and usage")
     usage = page.get_by_role("region", name="Usage", exact=True)
     usage.get_by_role("rowheader", name=f"{PLAIN}@1").wait_for()
@@ -411,6 +417,39 @@ def test_the_pages_are_accessible(
         page.get_by_role("dialog").wait_for()
         found += [violations(page), is_too_wide(page)]
     assert found == [[], False] * 4
+
+
+@pytest.mark.parametrize("pixels", [WIDE, NARROW])
+def test_the_longest_names_stay_within_the_page(
+    browser: Any, rig: Rig, pixels: tuple[int, int]
+) -> None:
+    record_use(rig)
+    longest = "L" * 96
+
+    def renamed(route: Any) -> None:
+        answer = route.fetch()
+        body = json.loads(answer.text().replace(PLAIN, longest))
+        if "rejected" in body:
+            reason = f"{longest}! is not a legal name"
+            body["rejected"] = [{"name": f"{longest}!", "version": 1, "reason": reason}]
+        route.fulfill(response=answer, json=body)
+
+    with open_page(browser, viewport=size(pixels)) as page:
+        page.route(re.compile("/admin/(adapters|registry|usage)"), renamed)
+        log_in(page, rig)
+        go(page, "Adapters")
+        page.get_by_role("button", name=f"Evict {longest}@1").click()
+        dialog = page.get_by_role("dialog")
+        dialog.wait_for()
+        found = {"dialog": dialog.evaluate("one => one.scrollWidth > one.clientWidth")}
+        page.get_by_role("button", name="Cancel").click()
+        go(page, "Keys and usage")
+        page.get_by_role("rowheader", name=f"{longest}@1").wait_for()
+        found["usage"] = is_too_wide(page)
+        go(page, "Registry")
+        page.get_by_text("is not a legal name").wait_for()
+        found["registry"] = is_too_wide(page)
+    assert found == {"dialog": False, "usage": False, "registry": False}
 
 
 def test_a_canary_is_promoted(page: Any, rig: Rig) -> None:

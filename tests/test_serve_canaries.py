@@ -393,6 +393,14 @@ async def test_orders_that_mean_nothing_are_refused_and_write_nothing(
     assert made.registry.snapshot() == before
 
 
+async def test_a_version_with_the_files_of_the_stable_one_is_named_as_such(desk: Make) -> None:
+    made = desk(catalog(STABLE, replace(adapter(2), digest=STABLE.digest)))
+    with pytest.raises(InvalidRequestError) as refused:
+        await made.canaries.change(CanaryChange("start", "pirate", 2, 0.5, None))
+    words = "version: 'pirate' resolves to 1 already, and 2 has the same files."
+    assert str(refused.value) == words
+
+
 async def test_a_weight_that_is_none_is_logged_once(
     desk: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,10 +51,12 @@ class CanaryCommand:
         _check_share("weight", weight)
         _check_share("shadow", shadow_weight)
         found = self._chosen(CANARY if weight is not None else SHADOW)
-        if found.digest == self._stable().digest:
-            raise InvalidRequestError(
-                f"version: {name!r} resolves to {found.version} already.", "version"
-            )
+        stable = self._stable()
+        if found.digest == stable.digest:
+            words = f"version: {name!r} resolves to {stable.version} already"
+            if found.version != stable.version:
+                words += f", and {found.version} has the same files"
+            raise InvalidRequestError(f"{words}.", "version")
         _check_served(found)
         if shadow_weight is not None:
             self._set_arm(found, SHADOW, SHADOW_WEIGHT, shadow_weight)

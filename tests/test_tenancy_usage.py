@@ -387,6 +387,15 @@ def test_a_bad_query_names_its_parameter(
     assert answer.json()["error"]["param"] == param
 
 
+def test_times_in_the_wrong_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_TOKEN", "secret")
+    client = TestClient(build_asgi(make_state(manager=_Manager([]))))
+    path = "/admin/usage?from=2026-11-02&to=2026-11-01T12:00"
+    answer = client.get(path, headers={"authorization": "Bearer secret"})
+    words = "from: must be before to, got 2026-11-02T00:00:00Z and 2026-11-01T12:00:00Z."
+    assert answer.json()["error"]["message"] == words
+
+
 @pytest.mark.parametrize("offset", ["%2B10:00", "+10:00", "+1000"])
 def test_an_offset_counts_whether_its_plus_is_escaped_or_not(
     offset: str, monkeypatch: pytest.MonkeyPatch

@@ -67,7 +67,7 @@ def _query(by: str, from_: str | None, to: str | None, key_id: str | None) -> Us
     # Whole hours: the present hour counts from its beginning.
     to_s = (time.time() // HOUR_S + 1) * HOUR_S if to is None else _seconds("to", to)
     if from_s >= to_s:
-        raise _bad("from", "must be before to")
+        raise _bad("from", f"must be before to, got {_shown(from_s)} and {_shown(to_s)}")
     return UsageQuery(names, from_s, to_s, key_id)
 
 

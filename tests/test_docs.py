@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from serve_app.config import PlatformArgs
+from serve_app.metrics.families import HELP
 from tests.docs.keys import descriptions
 from tests.docs.pages import FOLDER, PAGES
 
@@ -98,6 +99,11 @@ def test_every_code_of_an_error_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "http_api.md").read_text()
     assert len(found) > 15
     assert [code for code in sorted(found) if f"`{code}`" not in page] == []
+
+
+def test_the_page_of_the_metrics_has_every_family() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [n for n in HELP if f"| `{n}` |" not in page and f"| `{n}_total` |" not in page] == []
 
 
 def test_the_page_of_the_configuration_has_every_environment_variable() -> None:

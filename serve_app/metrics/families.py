@@ -153,5 +153,7 @@ HELP = {
         "Since the manager last compared the served bases with the wanted ones"
     ),
     # Every process.
-    "loraplex_task_failures": "Background tasks that failed, by name",
+    "loraplex_task_failures": (
+        "Background tasks that failed, by name; the ingress and the manager have no engine"
+    ),
 }

@@ -27,8 +27,10 @@ from serve_app.platform_view import BaseLine
 from serve_app.routing.decisions import Decisions, decisions_text
 from serve_app.tally import ArmKey
 from serve_app.tasks import failures_text, spawn
+from serve_app.tenancy.authentication import Authenticator
 from serve_app.tenancy.leases import Grants, LeaseRequest
 from serve_app.tenancy.limits import Limits
+from serve_app.tenancy.table import KeyTable
 from tests.docs.markdown import GENERATED, table
 from tests.ingress_app import finished_record
 
@@ -96,7 +98,8 @@ async def _ingress() -> bytes:
     requests = RequestMetrics("i", 1, 1, ())
     requests.observe(finished_record("m", "a", "t"))
     log = RequestLog(logging.NullHandler(), "i").text()
-    parts = [metrics.text(0), routed, queue.text(), migration.text(), split, limits.text()]
+    keys = Authenticator(KeyTable(), None).text("i")
+    parts = [metrics.text(0), routed, queue.text(), migration.text(), split, limits.text(), keys]
     return join_texts([*parts, requests.text(0.0), log])
 
 
@@ -115,7 +118,7 @@ def _manager() -> bytes:
 
 async def _tasks() -> bytes:
     await spawn(asyncio.sleep(0), "a task")
-    return failures_text({"process": "engine, replica, ingress or manager"})
+    return failures_text({"process": "engine, replica, ingress or manager", **_LABELS})
 
 
 def _rows(text: bytes) -> list[tuple[str, str, str, str]]:

@@ -98,4 +98,12 @@ async def test_a_request_that_moves_and_is_refused_for_its_adapter_is_not_counte
     with pytest.raises(AdapterUnsupportedError):
         state.on_failure(refusal, attempt, is_on_trial=False)
     assert migrations.metrics.moves == {("base", "death", "failed"): 1}
-    assert not migrations.metrics.lost
+    assert migrations.metrics.lost == {"base": 0}
+
+
+async def test_lost_requests_are_counted_from_0_so_that_the_alert_sees_the_first() -> None:
+    server = StreamServer(EngineEvents())
+    migrations = made_migrations(server)
+    MigrationState(migrations, made_base(MigrationArgs()), is_copy=False)
+    lines = migrations.metrics.text().decode().splitlines()
+    assert 'loraplex_requests_lost_total{ingress="i0",model_name="base"} 0.0' in lines

@@ -73,6 +73,20 @@ def test_a_tenant_that_a_client_made_up_is_no_label() -> None:
     assert value(text, "loraplex_tenant_requests_total", tenant="of-a-key") == 1
 
 
+def test_failures_are_counted_from_0_so_that_the_alert_sees_the_first() -> None:
+    metrics = RequestMetrics("i0", 10, 10, ("gold",))
+    metrics.observe(finished("pirate", "gold"))
+    found = {
+        (name, *sorted(pairs)): number
+        for (name, pairs), number in samples(metrics.text(0.0)).items()
+    }
+    for outcome in ("error", "non_finite"):
+        of_adapter = ("adapter", "pirate"), ("ingress", "i0"), ("model_name", "base")
+        assert found["loraplex_adapter_requests_total", *of_adapter, ("outcome", outcome)] == 0
+        of_tenant = ("ingress", "i0"), ("outcome", outcome), ("tenant", "gold")
+        assert found["loraplex_tenant_requests_total", *of_tenant] == 0
+
+
 def test_the_series_are_bounded_whatever_the_number_of_adapters() -> None:
     metrics = RequestMetrics("i0", 20, 5, ())
     for number in range(2000):

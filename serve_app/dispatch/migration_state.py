@@ -54,6 +54,8 @@ class MigrationState:
         self.deadline_s = 0.0  # of the current migration, on the monotonic clock
         self._migrations = migrations
         self._model_name, self._settings = base.base.name, base.migration
+        # Begins at 0: Prometheus sees no increase in a series that appears with the first loss.
+        migrations.metrics.lost[self._model_name] += 0
         self._is_copy = is_copy
         self._reason: Reason | None = None  # of the current migration; None: there is none
         self.moves: list[Move] = []

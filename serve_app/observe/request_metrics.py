@@ -30,7 +30,8 @@ L = TypeVar("L", bound=str | tuple[str, ...])
 
 @dataclass(slots=True)
 class RequestCounts:
-    outcomes: Counter[str] = field(default_factory=Counter)
+    # Failures begin at 0: Prometheus sees no increase in a series that appears with its first one.
+    outcomes: Counter[str] = field(default_factory=lambda: Counter(error=0, non_finite=0))
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))

@@ -73,6 +73,16 @@ def test_a_tenant_that_a_client_made_up_is_no_label() -> None:
     assert value(text, "loraplex_tenant_requests_total", tenant="of-a-key") == 1
 
 
+def test_keys_without_a_tenant_share_other_and_take_no_place() -> None:
+    metrics = RequestMetrics("i0", 10, 1, ())
+    metrics.observe(finished(tenant="", key_id="k"))
+    metrics.observe(finished(tenant="of-a-key", key_id="l"))
+    text = metrics.text(0.0)
+    labels = {dict(pairs).get("tenant") for _, pairs in samples(text)} - {None}
+    assert labels == {"other", "of-a-key"}
+    assert value(text, "loraplex_tenant_requests_total", tenant="other") == 1
+
+
 def test_failures_are_counted_from_0_so_that_the_alert_sees_the_first() -> None:
     metrics = RequestMetrics("i0", 10, 10, ("gold",))
     metrics.observe(finished("pirate", "gold"))

@@ -103,7 +103,7 @@ class RequestMetrics:
             _add(self._adapters.setdefault(adapter, RequestCounts()), record)
         tenant, is_known = record.tenant, bool(record.key_id)  # a key names it, not the client
         if tenant not in self._named_tenants and not (
-            is_known and tenant != OTHER and self._busy_tenants.count(tenant)
+            is_known and tenant not in ("", OTHER) and self._busy_tenants.count(tenant)
         ):
             tenant = OTHER
         _add(self._tenants.setdefault(tenant, RequestCounts()), record)

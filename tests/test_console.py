@@ -58,6 +58,12 @@ async def test_page_and_assets_come_with_a_strict_policy(world: World) -> None:
     assert not known.content
 
 
+async def test_a_slash_at_the_end_of_the_address_leads_to_the_page(world: World) -> None:
+    answer = await world.http.get("/console/")
+    assert (answer.status_code, answer.headers["location"]) == (308, "../console")
+    assert (await world.http.get("/console/", follow_redirects=True)).status_code == 200
+
+
 async def test_assets_of_another_release_are_not_found(world: World) -> None:
     digest = load_assets().digest
     for path in ("0" * 16 + "/app.js", f"{digest}/../pages.py", f"{digest}/vendor/htm.LICENSE", ""):

@@ -44,7 +44,7 @@ ADMIN = {
 LORA_ADMIN = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 WEBHOOK = {"/v1/registry/webhook"}
 CONSOLE = {
-    *("/console", "/console/assets/{path:path}"),
+    *("/console", "/console/", "/console/assets/{path:path}"),
     *(f"/console/{name}" for name in ("session", "login", "logout")),
 }
 

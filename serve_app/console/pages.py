@@ -81,6 +81,12 @@ async def console(request: Request) -> Response:
     return Response(assets.index, headers=headers, media_type=_TYPES["html"])
 
 
+@router.get("/console/")
+async def slashed() -> Response:
+    """Leads to the page, whose relative links are wrong here. Relative, as they are."""
+    return Response(status_code=308, headers=_HEADERS | {"location": "../console"})
+
+
 @router.get("/console/assets/{path:path}")
 async def asset(path: str) -> Response:
     """Returns a file of this release; 404 for a file of another."""

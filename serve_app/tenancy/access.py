@@ -32,6 +32,7 @@ ROUTES: dict[str, tuple[Access, Access]] = {
     "/docs": _OPEN,
     "/v1/registry/webhook": _OPEN,
     "/console": _OPEN,  # the page and its files are the same for everybody
+    "/console/": _OPEN,
     "/console/assets/{path:path}": _OPEN,
     "/console/session": _OPEN,  # the rights of the caller, which may be none
     "/console/login": _OPEN,

@@ -83,6 +83,19 @@ def test_every_page_is_accessible_and_fits(page: Any, scheme: str, pixels: tuple
         assert (name, is_too_wide(page)) == (name, False)
 
 
+def test_pages_without_adapters_speak_of_no_name_that_nobody_typed(page: Any) -> None:
+    def emptied(route: Any) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"adapters": []})
+
+    log_in(page)
+    page.route(re.compile("/admin/(adapters|registry)"), emptied)
+    page.goto("/console#/adapters")
+    page.get_by_role("cell", name="No running base has such an adapter.").wait_for()
+    page.goto("/console#/registry")
+    page.get_by_role("cell", name="There is no such adapter.").wait_for()
+
+
 def test_overview_draws_charts_of_the_series(page: Any) -> None:
     log_in(page)
     page.locator(".chart canvas").first.wait_for()

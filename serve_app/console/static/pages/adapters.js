@@ -57,7 +57,7 @@ export default function Page({session}) {
         options=${[["", "All bases"], ...bases.map((one) => [one, one])]} />
     </div>
     ${data ? html`<${Table} caption="Adapters by replica" rows=${shown} keyOf=${nameOf} columns=${columns}
-      empty="No adapter of a running base has this name." />` : !error && html`<p class="hint">Loading…</p>`}
+      empty="No running base has such an adapter." />` : !error && html`<p class="hint">Loading…</p>`}
     ${evicted && html`<${Dialog} title=${`Evict ${nameOf(evicted)}?`} onClose=${() => setEvicted(null)}>
       <p>Every replica drops it from device and host memory. The next request loads it again.</p>
       <div class="buttons">

@@ -46,7 +46,7 @@ export default function Page() {
         {key: "settings", label: "Settings", render: (one) => Object.entries(one.settings).map(([key, value]) => html`
           <span key=${key} class="block"><code>${key}=${value}</code></span>`)},
         {key: "created_s", label: "Registered", render: (one) => formatTime(one.created_s)},
-      ]} empty="No adapter has this name." />
+      ]} empty="There is no such adapter." />
       ${problems.length > 0 && html`<h2>Not served</h2><ul>${problems.map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}`}`;
 }
 

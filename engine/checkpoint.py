@@ -241,9 +241,7 @@ class Checkpoint:
             if is_of_other_part(key):
                 return None
             name = canonical(key)
-        if _HARMLESS.fullmatch(name) or (
-            self._config.ties_embeddings and name.startswith("lm_head.")
-        ):
+        if _HARMLESS.fullmatch(name):
             return None
         if self._config.quantization is not None and _OF_ACTIVATIONS.fullmatch(name):
             return None
@@ -251,6 +249,8 @@ class Checkpoint:
 
     def _sort(self, entries: dict[str, StoredTensor]) -> None:
         """Finds the form of each expected tensor among the entries, which are used up."""
+        if self._config.ties_embeddings:
+            self._take_tied_head(entries)
         by_module: dict[str, set[str]] = {}
         for name in entries:
             for i, letter in enumerate(name):
@@ -311,6 +311,29 @@ class Checkpoint:
         except StoredError as error:
             raise UnsupportedModelError(f"{prefix}{error.part} {error.reason}") from None
         return _Weight(scheme, (rows, columns), found)
+
+    def _take_tied_head(self, entries: dict[str, StoredTensor]) -> None:
+        """Drops a head that is the embedding. Of another one, some tools compute the logits, as
+        transformers 5, and others do not: the files do not tell which was meant."""
+        stored = next((entries[name] for name in entries if name.startswith("lm_head.")), None)
+        embedding = entries.get("model.embed_tokens.weight")
+        shape = self._config.vocab_size, self._config.hidden_size
+        if stored is None or embedding is None or embedding.shape != shape:
+            return  # the embedding is refused, if it has a fault
+        head = entries.pop("lm_head.weight", None)
+        if head is None or not self._are_equal(head, embedding):
+            raise UnsupportedModelError(
+                f"{stored.path.name} holds {stored.key}, which is not the embedding, although "
+                "tie_word_embeddings is true: set it to false in config.json if this is the head, "
+                "otherwise remove the tensor"
+            )
+
+    def _are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
+        if (one.shape, one.dtype) != (other.shape, other.dtype) or one.dtype not in FLOATS:
+            return False
+        step = max(_SLICE_ELEMENTS // self._config.hidden_size, 1)
+        rows = (slice(first, first + step) for first in range(0, one.shape[0], step))
+        return all(torch.equal(self._read(one, part), self._read(other, part)) for part in rows)
 
     def _take_empty_bias(
         self, module: str, expected: Mapping[str, object], entries: dict[str, StoredTensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine.model_config import read_model_config
 from engine.parallel.shards import Shard
 from engine.weight_files import INDEX_FILE, SINGLE_FILE
 from engine.weights import WeightBuilder, Weights
-from tests.engine_helpers import load_hf, make_base
+from tests.engine_helpers import VOCAB, load_hf, make_base
 
 Tensors = dict[str, torch.Tensor]
 
@@ -64,6 +65,42 @@ def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
     assert weights.head.dtype == torch.bfloat16
 
 
+def _copy_head(tensors: Tensors, edit: Callable[[torch.Tensor], object]) -> None:
+    head = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = head
+    edit(head)
+
+
+def test_a_tied_head_that_is_stored_too_is_left_out(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    expected = load(base).embedding
+    change(base, lambda tensors: _copy_head(tensors, lambda head: None))
+    weights = load(base)
+    assert weights.head is weights.embedding
+    assert torch.equal(weights.embedding, expected)
+
+
+@pytest.mark.parametrize("row", [0, VOCAB - 1])
+def test_a_tied_head_of_other_values_is_refused_with_both_ways_out(
+    tmp_path: Path, row: int
+) -> None:
+    """As it is saved after a tied model's head was trained: transformers 5 computes with it."""
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    change(base, lambda tensors: _copy_head(tensors, lambda head: head[row].add_(0.5)))
+    message = r"holds lm_head\.weight, .* tie_word_embeddings is true: set it to false"
+    with patch("engine.checkpoint._SLICE_ELEMENTS", 100):
+        with pytest.raises(UnsupportedModelError, match=message):
+            load(base)
+        config = json.loads((base / "config.json").read_text())
+        untied = config | {"tie_word_embeddings": False}
+        (base / "config.json").write_text(json.dumps(untied))
+        head = load_file(base / SINGLE_FILE)["lm_head.weight"]
+        assert torch.equal(load(base).head, head)
+        (base / "config.json").write_text(json.dumps(config))
+        change(base, lambda tensors: tensors.pop("lm_head.weight"))
+        assert load(base).head.shape == head.shape
+
+
 def test_a_tied_head_that_is_read_is_the_embedding_that_is_held(tmp_path: Path) -> None:
     """Two threads read adapters, and the other one reads the base between."""
     folder = make_base(tmp_path, tie_word_embeddings=True)
@@ -76,10 +113,7 @@ def test_a_tied_head_that_is_read_is_the_embedding_that_is_held(tmp_path: Path) 
 
 def test_tensors_without_a_meaning_do_no_harm(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
-    extra = {
-        "lm_head.weight": torch.zeros(2, 2),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
-    }
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     load(change(base, lambda tensors: tensors.update(extra)))
 
 

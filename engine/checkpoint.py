@@ -47,7 +47,7 @@ _HARMLESS = re.compile(r"(?:model\.layers\.\d+\.self_attn|model)\.rotary_emb\.in
 # Scales of activations and of the KV cache, which stay in the type of the engine.
 _OF_ACTIVATIONS = re.compile(
     r".+\.(?:input_scale|input_zero_point|input_scale_ub|output_scale|output_zero_point"
-    r"|activation_scale|[qkv]_scale|[qkv]_zero_point|prob_output_scale)"
+    r"|activation_scale|[qkv]_scale|kv_scale|[qkv]_zero_point|prob_output_scale)"
 )
 _SLICE_ELEMENTS = 4 * 1024 * 1024  # of float32 temporaries
 
@@ -313,15 +313,18 @@ class Checkpoint:
         return _Weight(scheme, (rows, columns), found)
 
     def _take_tied_head(self, entries: dict[str, StoredTensor]) -> None:
-        """Drops a head that is the embedding. Of another one, some tools compute the logits, as
-        transformers 5, and others do not: the files do not tell which was meant."""
-        stored = next((entries[name] for name in entries if name.startswith("lm_head.")), None)
-        embedding = entries.get("model.embed_tokens.weight")
-        shape = self._config.vocab_size, self._config.hidden_size
-        if stored is None or embedding is None or embedding.shape != shape:
-            return  # the embedding is refused, if it has a fault
-        head = entries.pop("lm_head.weight", None)
-        if head is None or not self._are_equal(head, embedding):
+        """Drops a head that is the embedding; alone, it is the embedding. Of another one, some
+        tools compute the logits, as transformers 5, and others do not: the files do not tell."""
+        heads = [name for name in entries if name.startswith("lm_head.")]
+        embedding = next(
+            (e for n, e in entries.items() if n.startswith("model.embed_tokens.")), None
+        )
+        if not heads:
+            return
+        stored = entries.pop(heads[0])
+        if heads == ["lm_head.weight"] and embedding is None:
+            entries["model.embed_tokens.weight"] = stored
+        elif embedding is None or len(heads) > 1 or not self._are_equal(stored, embedding):
             raise UnsupportedModelError(
                 f"{stored.path.name} holds {stored.key}, which is not the embedding, although "
                 "tie_word_embeddings is true: set it to false in config.json if this is the head, "
@@ -329,9 +332,12 @@ class Checkpoint:
             )
 
     def _are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Returns True for two matrices of equal floats."""
         if (one.shape, one.dtype) != (other.shape, other.dtype) or one.dtype not in FLOATS:
             return False
-        step = max(_SLICE_ELEMENTS // self._config.hidden_size, 1)
+        if len(one.shape) != 2 or not one.shape[1]:
+            return False
+        step = max(_SLICE_ELEMENTS // one.shape[1], 1)
         rows = (slice(first, first + step) for first in range(0, one.shape[0], step))
         return all(torch.equal(self._read(one, part), self._read(other, part)) for part in rows)
 

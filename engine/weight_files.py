@@ -45,7 +45,11 @@ def weight_files(folder: Path) -> list[Path]:
             raise UnsupportedModelError(
                 f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
             )
-        raise UnsupportedModelError(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        others = [p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_")]
+        remedy = f": {others[0]} has to be renamed to {SINGLE_FILE}" if len(others) == 1 else ""
+        raise UnsupportedModelError(
+            f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}{remedy}"
+        )
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedModelError(f"{INDEX_FILE} has no weight_map")

@@ -80,6 +80,24 @@ def test_a_tied_head_that_is_stored_too_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(weights.embedding, expected)
 
 
+def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path: Path) -> None:
+    """transformers 5 ties them this way round, too."""
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    expected = load(base).embedding
+    name = "model.embed_tokens.weight"
+    change(base, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(name)}))
+    assert torch.equal(load_hf(base).get_input_embeddings().weight, expected)
+    assert torch.equal(load(base).embedding, expected)
+
+
+def test_the_only_file_of_weights_under_another_name_is_named(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    (base / SINGLE_FILE).rename(base / "gptq_model-4bit-128g.safetensors")
+    message = r": gptq_model-4bit-128g\.safetensors has to be renamed to model\.safetensors"
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(base)
+
+
 @pytest.mark.parametrize("row", [0, VOCAB - 1])
 def test_a_tied_head_of_other_values_is_refused_with_both_ways_out(
     tmp_path: Path, row: int

@@ -17,6 +17,7 @@ from typing import Literal
 from engine.errors import UnsupportedModelError
 from engine.json_values import MAX_DIMENSION, flag, positive_int, refuse
 from lora.errors import AdapterError
+from lora.module_names import spellings
 from lora.patterns import Limits, compile_pattern
 
 Strategy = Literal["tensor", "channel", "group", "block"]
@@ -90,9 +91,10 @@ class Quantization:
         if len(self.targets) == 1 and self.targets[0][0] == "Linear":
             return self.targets[0][1]
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        names = spellings(module)  # tools name the layers as the larger model does
         ranked = sorted(self.targets, key=lambda pair: ("re:" in pair[0], pair[0]))
         for target, scheme in ranked:
-            if _matches(target, module):
+            if any(_matches(target, name) for name in names):
                 return scheme
         return next((scheme for target, scheme in ranked if target == kind), None)
 
@@ -111,9 +113,10 @@ def parse_quantization(raw: Mapping[str, object]) -> Quantization | None:
     method = values.get("quant_method")
     if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         method = "bitsandbytes"  # older versions of transformers left it out
-    if not isinstance(method, str) or method not in _PARSERS:
-        refuse(key, values, f"quant_method can be {', '.join(_PARSERS)}")
     try:
+        if not isinstance(method, str) or method not in _PARSERS:
+            known = f"known are {', '.join(_PARSERS)}"
+            refuse("quant_method", method, f"{known}; register the plain model or one of these")
         words, targets = _PARSERS[method](values)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{key}: {error}") from None
@@ -144,7 +147,8 @@ def _parse_compressed_tensors(values: Mapping[str, object]) -> _Parsed:
         if value and not is_dense:
             refuse(name, value, "sparse weights and transforms are not supported")
     groups = values.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    # Without groups, only the KV cache has a scheme.
+    if not isinstance(groups, dict) or not (groups or values.get("kv_cache_scheme")):
         refuse("config_groups", groups, "an object of groups is needed")
     targets: list[tuple[str, Scheme]] = []
     words: list[str] = []
@@ -153,6 +157,8 @@ def _parse_compressed_tensors(values: Mapping[str, object]) -> _Parsed:
             refuse(f"config_groups.{name}", group, "an object is needed")
         layout = group.get("format") or values.get("format")
         weights = group.get("weights")
+        if weights is None and group.get("input_activations") is not None:
+            continue  # of attention's activations
         if not isinstance(weights, dict):
             refuse(f"config_groups.{name}.weights", weights, "an object is needed")
         scheme = _compressed_scheme(layout, weights)
@@ -161,7 +167,7 @@ def _parse_compressed_tensors(values: Mapping[str, object]) -> _Parsed:
             refuse(f"config_groups.{name}.targets", listed, "a list of names is needed")
         targets += [(target, scheme) for target in listed]
         words.append(f"{layout}, {describe(scheme)}")
-    return " and ".join(dict.fromkeys(words)), tuple(targets)
+    return " and ".join(dict.fromkeys(words)) or "of activations alone", tuple(targets)
 
 
 def _compressed_scheme(layout: object, weights: Mapping[str, object]) -> Scheme:

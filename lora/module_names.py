@@ -43,6 +43,11 @@ def canonical(name: str) -> str:
     return name
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """Returns a canonical name in all three forms."""
+    return tuple(Spelling(prefixes).spell(name) for prefixes in (_PLAIN, _PART, _OLD_PART))
+
+
 def is_of_other_part(name: str) -> bool:
     """Returns True for modules that only images reach: they have no effect on a text."""
     return _OTHER_PARTS.fullmatch(name) is not None

@@ -213,6 +213,25 @@ def test_modules_take_the_scheme_of_their_target(tmp_path: Path) -> None:
     check_equal(folder, weights)
 
 
+def test_schemes_of_activations_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    """Of attention, beside a scheme of the weights; of the KV cache, without any."""
+    layout, args = SCHEMES["fp8 per channel"]
+    base = make_base(tmp_path / "base")
+    config: dict[str, Any] = config_of(layout, args)
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": FLOAT}
+    config["config_groups"]["group_1"] = attention
+    folder, weights = write_quantized(
+        base, tmp_path / "quantized", config, lambda module, weight: compress(layout, args, weight)
+    )
+    check_equal(folder, weights)
+    cache = {"config_groups": {}, "kv_cache_scheme": FLOAT, "format": "dense"}
+    set_quantization(base, config | cache)
+    tensors = load_file(base / SINGLE_FILE)
+    scales = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in ("k", "v", "kv")}
+    save_file(tensors | scales, base / SINGLE_FILE, metadata={"format": "pt"})
+    check_equal(base, {name: one for name, one in tensors.items() if "_proj" in name})
+
+
 def fp8_block(weight: torch.Tensor, size: int) -> Quantized:
     rows, columns = weight.shape
     tall, wide = -(-rows // size), -(-columns // size)
@@ -309,6 +328,7 @@ def test_stored_rows_of_e4m3_can_be_taken_as_they_are(tmp_path: Path, name: str)
     ("change", "message"),
     [
         ({"format": "marlin-24"}, 'format is "marlin-24"'),
+        ({"quant_method": "modelopt"}, 'config: quant_method is "modelopt": known are compressed'),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
         ({"config_groups": {}}, "config_groups is {}"),

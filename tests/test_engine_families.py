@@ -25,6 +25,7 @@ from lora.adapter import WEIGHTS_FILE, match_tensors, read_adapter
 from lora.errors import AdapterError
 from lora.low_rank import ConversionLimits
 from lora.lycoris import convert_to_lora
+from lora.module_names import canonical
 from lora.page_image import PageLayout
 from tests.engine_agreement import make_engine, run_all
 from tests.engine_helpers import BLOCK_SIZE, VOCAB, make_runner, random_prompt
@@ -39,6 +40,8 @@ from tests.family_bases import (
     make_family_adapter,
     make_family_base,
 )
+from tests.quantized_bases import Quantized, check_equal, write_quantized
+from tests.test_engine_compressed_tensors import SCHEMES, compress, config_of
 
 WITH_IMAGES = [name for name, variant in VARIANTS.items() if variant.vision is not None]
 OF_TEXT = "gemma 3"
@@ -349,6 +352,32 @@ def test_a_text_part_without_a_head_is_tied_unless_the_file_says_no(
     (base / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is missing"):
         Decoder(base)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_targets_may_name_the_layers_of_a_model_of_text_and_images(
+    tmp_path: Path, prefix: str, is_exact: bool
+) -> None:
+    """Some of the layers have 8 bits instead of 4, by a target in either form of the names."""
+    by_class, by_name = SCHEMES["int4 in groups"], SCHEMES["int8 packed in groups"]
+    names = [f"{prefix}layers.{i}.mlp.{part}_proj" for i in (0, 2) for part in ("gate", "up")]
+    targets = names if is_exact else [rf"re:{prefix}layers\.[02]\.mlp\.(gate|up)_proj$"]
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": by_class[1]},
+        "group_1": {"targets": targets, "weights": by_name[1]},
+    }
+
+    def quantize(module: str, weight: torch.Tensor) -> Quantized | None:
+        if "vision" in module or "projector" in module:
+            return None
+        is_named = prefix + canonical(module).removeprefix("model.") in names
+        return compress(*(by_name if is_named else by_class), weight)
+
+    base = make_family_base(tmp_path / "base", VARIANTS["gemma 3 with images"])
+    config = config_of("pack-quantized", {}) | {"config_groups": groups}
+    folder, weights = write_quantized(base, tmp_path / "quantized", config, quantize)
+    check_equal(folder, {canonical(name): weight for name, weight in weights.items()})
 
 
 def test_a_tensor_that_is_of_no_known_part_is_refused(tmp_path: Path) -> None:

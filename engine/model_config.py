@@ -22,7 +22,7 @@ from engine.json_values import (
     read_json,
     refuse,
 )
-from engine.quantization import Quantization, parse_quantization
+from engine.quantization import Quantization, parse_own_file, parse_quantization
 from engine.rope import RopeConfig
 from engine.rope_config import parse_ropes, rotary_layers
 from engine.weight_files import stored_tensors
@@ -88,6 +88,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModelError("the folder has no config.json")
     generation = read_json(folder / "generation_config.json")
     config = parse_model_config(raw, generation or {})
+    if config.quantization is None:
+        config = replace(config, quantization=parse_own_file(folder))
     if config.is_text_part and raw.get("tie_word_embeddings") is not False:
         # The classes tie by default, whatever text_config has, also for checkpoints with a head:
         # Hugging Face then uses both.

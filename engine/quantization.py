@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from engine.errors import UnsupportedModelError
-from engine.json_values import MAX_DIMENSION, flag, positive_int, refuse
+from engine.json_values import MAX_DIMENSION, flag, positive_int, read_json, refuse
+from engine.weight_files import stored_tensors
 from lora.errors import AdapterError
 from lora.module_names import spellings
 from lora.patterns import Limits, compile_pattern
@@ -110,6 +112,20 @@ def parse_quantization(raw: Mapping[str, object]) -> Quantization | None:
         return None
     if not isinstance(values, dict):
         refuse(key, values, "an object is needed")
+    return _parse(key, values)
+
+
+def parse_own_file(folder: Path) -> Quantization | None:
+    """Reads the file that older tools wrote instead of a key of config.json. Left beside weights
+    that are plain, it has no meaning. Raises UnsupportedModelError with the file's name."""
+    for name, (method, part) in _OWN_FILES.items():
+        values = read_json(folder / name)
+        if values and any(tensor.key.endswith(part) for tensor in stored_tensors(folder)):
+            return _parse(name, {"quant_method": method} | values)
+    return None
+
+
+def _parse(key: str, values: Mapping[str, object]) -> Quantization:
     method = values.get("quant_method")
     if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         method = "bitsandbytes"  # older versions of transformers left it out
@@ -123,6 +139,12 @@ def parse_quantization(raw: Mapping[str, object]) -> Quantization | None:
     return Quantization(method, f"{method} {words}", targets)
 
 
+# By the name of the file: its method if it names none, and what marks a quantized tensor.
+_OWN_FILES = {
+    "quantize_config.json": ("gptq", ".qweight"),  # AutoGPTQ
+    "quant_config.json": ("awq", ".qweight"),  # AutoAWQ
+    "hf_quant_config.json": ("modelopt", ".weight_scale"),
+}
 _Parsed = tuple[str, tuple[tuple[str, Scheme], ...]]
 
 
@@ -248,8 +270,10 @@ def _parse_gptq(values: Mapping[str, object]) -> _Parsed:
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
         refuse("checkpoint_format", layout, "gptq and gptq_v2 are read, not layouts of kernels")
-    if values.get("dynamic"):
-        refuse("dynamic", values["dynamic"], "schemes of single modules are not supported")
+    dynamic = values.get("dynamic") or {}
+    # A rule that begins with a minus leaves modules plain, which their tensors show.
+    if not isinstance(dynamic, dict) or not all(rule.startswith("-:") for rule in dynamic):
+        refuse("dynamic", dynamic, "schemes of single modules are not supported")
     is_one_group = values.get("group_size") == -1
     size = None if is_one_group else positive_int(values, "group_size")
     scheme = Gptq(num_bits, size, 1 if layout == "gptq" else 0)

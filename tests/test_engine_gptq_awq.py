@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,8 @@ from tests.quantized_bases import (
     write_plain,
     write_quantized,
 )
+
+Quantize = Callable[[str, torch.Tensor], Quantized]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,11 @@ def awq_parts(made: Integers) -> dict[str, torch.Tensor]:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 
 
+def gptq(module: str, weight: torch.Tensor) -> Quantized:
+    made = make_integers(weight, 4, 16, symmetric=True, sorted_columns=False)
+    return Quantized(gptq_parts(made, 4, 1), made.weight)
+
+
 def awq(module: str, weight: torch.Tensor) -> Quantized:
     made = make_integers(weight, 4, 16, symmetric=False, sorted_columns=False)
     return Quantized(awq_parts(made), made.weight)
@@ -188,12 +197,46 @@ def test_awq_answers_as_the_dequantized_base(tmp_path: Path) -> None:
     check_answers(folder, write_plain(base, tmp_path / "plain", weights))
 
 
+def test_modules_that_rules_of_gptqmodel_leave_out_are_plain(tmp_path: Path) -> None:
+    def quantize(module: str, weight: torch.Tensor) -> Quantized | None:
+        made = make_integers(weight, 4, 16, symmetric=True, sorted_columns=False)
+        return None if "down" in module else Quantized(gptq_parts(made, 4, 1), made.weight)
+
+    base = make_base(tmp_path / "base")
+    config = gptq_config(4, 16) | {"dynamic": {r"-:.*\.down.*": {}}}
+    folder, weights = write_quantized(base, tmp_path / "quantized", config, quantize)
+    assert len(weights) == 18
+    check_equal(folder, weights)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "quantize"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}, gptq),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq),
+    ],
+)
+def test_a_scheme_in_a_file_of_its_own_is_read_unless_the_weights_are_plain(
+    tmp_path: Path, file: str, values: dict[str, object], quantize: Quantize
+) -> None:
+    """As older versions of AutoGPTQ and AutoAWQ wrote it beside config.json."""
+    base = make_base(tmp_path / "base")
+    folder, weights = write_quantized(base, tmp_path / "quantized", {}, quantize)
+    (folder / file).write_text(json.dumps(values))
+    check_equal(folder, weights)
+    (base / file).write_text(json.dumps(values))
+    assert read_model_config(base).quantization is None
+    (folder / file).write_text(json.dumps(values | {"bits": 3, "w_bit": 3}))
+    with pytest.raises(UnsupportedModelError, match=rf"^{file}: bits is 3"):
+        read_model_config(folder)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (gptq_config(3, 16), "bits is 3: 4 and 8"),
         (gptq_config(4, 16) | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
-        (gptq_config(4, 16) | {"dynamic": {"-:.*": {}}}, "dynamic is"),
+        (gptq_config(4, 16) | {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic is"),
         (gptq_config(4, 0), "group_size is 0"),
         (AWQ | {"version": "gemv"}, 'version is "gemv"'),
         (AWQ | {"bits": 8}, "bits is 8"),

@@ -17,6 +17,8 @@ from engine.json_values import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# What transformers' Trainer and accelerate write beside the weights.
+_OF_TRAINER = re.compile(r"(?:training_args|optimizer|scheduler|sampler|rng_state|random_states).*")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 
 
@@ -41,12 +43,14 @@ def weight_files(folder: Path) -> list[Path]:
     index = read_json(folder / INDEX_FILE)
     if index is None:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pth") for p in folder.glob(pattern))
+        pickles = [name for name in pickles if not _OF_TRAINER.fullmatch(name)]
         if pickles:
             raise UnsupportedModelError(
                 f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
             )
         others = [p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_")]
         remedy = f": {others[0]} has to be renamed to {SINGLE_FILE}" if len(others) == 1 else ""
+        remedy = remedy or _merge_of_parts(folder)
         raise UnsupportedModelError(
             f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}{remedy}"
         )
@@ -60,6 +64,14 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UnsupportedModelError(f"{INDEX_FILE} names {name}, which is missing")
     return [folder / name for name in sorted(names)]
+
+
+def _merge_of_parts(folder: Path) -> str:
+    """Returns how a checkpoint of a trainer on several devices becomes one, "" for another."""
+    if (folder / "zero_to_fp32.py").is_file():
+        return ", it is DeepSpeed's: python zero_to_fp32.py . FOLDER --safe_serialization"
+    parts = next((path.parent for path in folder.glob("*/*.distcp")), None)
+    return "" if parts is None else f", it is FSDP's: accelerate merge-weights {parts.name} FOLDER"
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,3 +185,23 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
     (base / SINGLE_FILE).rename(base / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match=r"pickle \(pytorch_model.bin\)"):
         load(base)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("zero_to_fp32.py", r"index\.json, it is DeepSpeed's: python zero_to_fp32\.py \. FOLDER"),
+        ("fsdp_0/__0_0.distcp", r"index\.json, it is FSDP's: accelerate merge-weights fsdp_0 FOL"),
+        ("training_args.bin", r"model\.safetensors\.index\.json$"),
+    ],
+)
+def test_the_state_of_a_trainer_is_not_taken_for_the_weights(
+    tmp_path: Path, file: str, message: str
+) -> None:
+    base = make_base(tmp_path / "base")
+    (base / SINGLE_FILE).unlink()
+    (base / "fsdp_0").mkdir()
+    for name in (file, "training_args.bin", "rng_state.pth", "rng_state_0.pth", "optimizer.bin"):
+        (base / name).write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(base)

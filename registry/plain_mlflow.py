@@ -117,8 +117,9 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> tuple[s
     """Raises RegistrationError if the adapter names a model that it was trained on, and the base
     has no such name. Only the last parts of paths and ids are compared, in lower case. An AWQ base
     computes with other activations than the base that it was made of, whose name its files may
-    hold: its adapters must name an AWQ base. Another base in bitsandbytes' 4 bits is the base, too,
-    since what enters its linear layers is the same. Returns sentences about that for the user."""
+    hold: its adapters must name an AWQ base. A base is the same in bitsandbytes' 4 bits, too, be it
+    the adapter's or this one, since what enters its linear layers is the same. Returns sentences
+    about that for the user."""
     is_awq = base.quantization.startswith("awq ")
     if is_awq and "awq" not in model_key(trained_on):
         raise RegistrationError(
@@ -127,12 +128,19 @@ def check_trained_on(trained_on: str, base: BaseVersion, remedy: str) -> tuple[s
         )
     names = (base.name, base.model_id, *base.known_as)
     keys = {model_key(name) for name in names if name}
-    if trained_on and model_key(trained_on) not in keys:
-        if not is_awq and _without_4_bits(model_key(trained_on)) in keys:
+    key = model_key(trained_on)
+    if trained_on and key not in keys:
+        if not is_awq and _without_4_bits(key) in keys:
             return (
                 f"base_model_name_or_path is {trained_on[:200]!r}: the adapter was trained on "
                 f"{base.name!r} rounded to bitsandbytes' 4 bits, and is served on {base.name!r} as "
                 "it is registered",
+            )
+        plain = {_without_4_bits(one) for one in keys} - {""}
+        if base.quantization.startswith("bitsandbytes ") and (_without_4_bits(key) or key) in plain:
+            return (
+                f"base_model_name_or_path is {trained_on[:200]!r}: the adapter is served on "
+                f"{base.name!r}, which is that model rounded to bitsandbytes' 4 bits",
             )
         known = ", ".join(repr(name) for name in dict.fromkeys(names) if name)
         raise RegistrationError(

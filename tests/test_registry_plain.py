@@ -288,6 +288,21 @@ def test_an_adapter_of_bitsandbytes_4_bits_has_any_base_of_that_name_but_an_awq_
         assert plain_mlflow.match_base(adapter, "tiny-awq", Catalog((base,))) == base
 
 
+@pytest.mark.parametrize("trained_on", ["meta/Tiny", "unsloth/tiny-bnb-4bit", "meta/other", "bnb"])
+@pytest.mark.parametrize("quantization", ["bitsandbytes nf4", "gptq gptq, 4 bits", ""])
+def test_a_base_in_bitsandbytes_4_bits_has_the_adapters_of_the_plain_one(
+    trained_on: str, quantization: str
+) -> None:
+    name = "tiny-unsloth-bnb-4bit"
+    base = BaseVersion(name, 1, "1" * 64, "", created_s=100, quantization=quantization)
+    if quantization.startswith("bitsandbytes") and "iny" in trained_on:
+        (notice,) = plain_mlflow.check_trained_on(trained_on, base, "a remedy")
+        assert f"{trained_on!r}: the adapter is served on {name!r}, which is that" in notice
+    else:
+        with pytest.raises(RegistrationError, match=f"but the base is '{name}'; a remedy"):
+            plain_mlflow.check_trained_on(trained_on, base, "a remedy")
+
+
 @pytest.mark.parametrize("newer", ["aaa", "zzz"])
 def test_a_new_base_does_not_take_the_adapters_of_an_older_one_over(newer: str) -> None:
     older = BaseVersion("tiny", 1, "1" * 64, "", created_s=100, model_id="Meta/Tiny-1B")

@@ -57,6 +57,7 @@ class Gptq:
     num_bits: int
     group_size: int | None  # None: all columns are one group
     zero_offset: int  # added to the stored zero points: 1 in the first version of the format
+    is_sorted: bool = False  # `desc_act`: the groups of the columns are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,8 @@ def _parse_gptq(values: Mapping[str, object]) -> _Parsed:
         refuse("dynamic", dynamic, "schemes of single modules are not supported")
     is_one_group = values.get("group_size") == -1
     size = None if is_one_group else positive_int(values, "group_size")
-    scheme = Gptq(num_bits, size, 1 if layout == "gptq" else 0)
+    is_sorted = size is not None and flag(values, "desc_act")
+    scheme = Gptq(num_bits, size, 1 if layout == "gptq" else 0, is_sorted)
     return f"{layout}, {describe(scheme)}", (("Linear", scheme),)
 
 

@@ -96,7 +96,7 @@ def _packed_parts(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> 
                 shapes = ((-(-rows * num_bits // 32), groups), (rows, groups))
                 parts["weight_zero_point"] = Part(shapes, ("I32", "I8"))
             return parts
-        case Gptq(num_bits, group_size):
+        case Gptq(num_bits, group_size, _, is_sorted):
             per_word = 32 // num_bits
             if columns % per_word or rows % per_word:
                 raise StoredError(
@@ -107,7 +107,7 @@ def _packed_parts(scheme: Scheme, shape: tuple[int, int], present: Set[str]) -> 
                 "qweight": Part(((columns // per_word, rows),), ("I32",)),
                 "qzeros": Part(((groups, rows // per_word),), ("I32",)),
                 "scales": Part(((groups, rows),), FLOATS),
-                "g_idx": Part(((columns,),), ("I32",), is_required=False),
+                "g_idx": Part(((columns,),), ("I32",), is_required=is_sorted),
             }
         case Awq(group_size):
             if rows % 8:

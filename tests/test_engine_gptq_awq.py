@@ -209,6 +209,27 @@ def test_modules_that_rules_of_gptqmodel_leave_out_are_plain(tmp_path: Path) -> 
     check_equal(folder, weights)
 
 
+@pytest.mark.parametrize("size", [16, -1])
+def test_sorted_columns_without_their_groups_are_refused(tmp_path: Path, size: int) -> None:
+    """In the order of the file each column would have the scale of another group."""
+
+    def quantize(module: str, weight: torch.Tensor) -> Quantized:
+        width = weight.shape[1] if size == -1 else size
+        made = make_integers(weight, 4, width, symmetric=True, sorted_columns=True)
+        parts = gptq_parts(made, 4, 1)
+        del parts["g_idx"]
+        return Quantized(parts, made.weight)
+
+    base = make_base(tmp_path / "base")
+    config = gptq_config(4, size) | {"desc_act": True}
+    folder, weights = write_quantized(base, tmp_path / "quantized", config, quantize)
+    if size == -1:  # one group has no order
+        check_equal(folder, weights)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.g_idx is missing"):
+        Checkpoint(folder, read_model_config(folder))
+
+
 @pytest.mark.parametrize(
     ("file", "values", "quantize"),
     [

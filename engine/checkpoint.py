@@ -268,10 +268,8 @@ class Checkpoint:
             elif (entry := entries.pop(name, None)) is not None:
                 _check(entry, Part((shape,), FLOATS))
                 self._plain[name] = entry
-            elif scheme is None:
-                missing.append(name)
             else:
-                missing.append(f"{module}.{main_part(scheme)}")
+                missing.append(name if scheme is None else f"{module}.{main_part(scheme)}")
         # Without a quantization, quantized parts are unknown and show more than a missing weight.
         if not missing or self._config.quantization is None:
             for entry in entries.values():
@@ -280,7 +278,9 @@ class Checkpoint:
                 )
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise UnsupportedModelError(f"tensor {missing[0]}{more} is missing")
+            parts = ", ".join(sorted(by_module.get(missing[0].removesuffix(".weight"), ())))
+            more += f" is missing; the files have its {parts}" if parts else " is missing"
+            raise UnsupportedModelError(f"tensor {missing[0]}{more}")
 
     def _scheme_of(self, module: str) -> Scheme | None:
         quantization = self._config.quantization

@@ -120,9 +120,11 @@ def parse_own_file(folder: Path) -> Quantization | None:
     """Reads the file that older tools wrote instead of a key of config.json. Left beside weights
     that are plain, it has no meaning. Raises UnsupportedModelError with the file's name."""
     for name, (method, part) in _OWN_FILES.items():
-        values = read_json(folder / name)
-        if values and any(tensor.key.endswith(part) for tensor in stored_tensors(folder)):
-            return _parse(name, {"quant_method": method} | values)
+        if not (folder / name).is_file():
+            continue
+        if any(tensor.key.endswith(part) for tensor in stored_tensors(folder)):
+            values = read_json(folder / name) or {}
+            return _parse(name, values | {"quant_method": values.get("quant_method") or method})
     return None
 
 

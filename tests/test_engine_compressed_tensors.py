@@ -353,6 +353,16 @@ def test_a_scheme_that_is_not_read_is_refused_with_its_key(
         Checkpoint(folder, read_model_config(folder))
 
 
+def test_weights_of_no_target_are_named_with_their_parts(tmp_path: Path) -> None:
+    folder, _ = write_scheme(tmp_path, "int4 in groups")
+    config = config_of(*SCHEMES["int4 in groups"])
+    groups = {"group_0": {"targets": ["LlamaMLP"], "weights": SCHEMES["int4 in groups"][1]}}
+    set_quantization(folder, config | {"config_groups": groups})
+    message = r"q_proj\.weight and 20 more is missing; the files have its weight_packed, weight_sc"
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint(folder, read_model_config(folder))
+
+
 @pytest.mark.parametrize(
     ("scheme", "part", "tensor", "message"),
     [

@@ -195,7 +195,12 @@ def _parse_compressed_tensors(values: Mapping[str, object]) -> _Parsed:
     return " and ".join(dict.fromkeys(words)) or "of activations alone", tuple(targets)
 
 
+_LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
 def _compressed_scheme(layout: object, weights: Mapping[str, object]) -> Scheme:
+    if layout not in _LAYOUTS:  # before keys that only other layouts have
+        refuse("format", layout, f"known are {', '.join(_LAYOUTS)}")
     num_bits = positive_int(weights, "num_bits", 8)
     kind = weights.get("type", "int")
     is_symmetric = flag(weights, "symmetric", default=True)
@@ -212,8 +217,7 @@ def _compressed_scheme(layout: object, weights: Mapping[str, object]) -> Scheme:
         if num_bits not in (4, 8) or strategy not in ("group", "channel"):
             refuse("weights", dict(weights), "packed are 4 or 8 bits, by group or by channel")
         return Packed(num_bits, group_size, is_symmetric)
-    known = "float-quantized, int-quantized, naive-quantized and pack-quantized"
-    refuse("format", layout, f"known for weights of type {kind!r} are some of {known}")
+    refuse("format", layout, f"is not known for weights of type {kind!r}")
 
 
 def _strategy(weights: Mapping[str, object]) -> tuple[Strategy, int | None]:

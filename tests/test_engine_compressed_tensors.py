@@ -39,6 +39,7 @@ from tests.quantized_bases import (
 E4M3 = torch.float8_e4m3fn
 INT = {"num_bits": 8, "type": "int"}
 FLOAT = {"num_bits": 8, "type": "float"}
+NVFP4 = {"a": {"targets": ["Linear"], "weights": {"strategy": "tensor_group"}}}
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 per channel": ("float-quantized", FLOAT | {"strategy": "channel"}),
     "fp8 per tensor": ("float-quantized", FLOAT | {"strategy": "tensor"}),
@@ -327,8 +328,8 @@ def test_stored_rows_of_e4m3_can_be_taken_as_they_are(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "marlin-24"}, 'format is "marlin-24"'),
-        ({"quant_method": "modelopt"}, 'config: quant_method is "modelopt": known are compressed'),
+        ({"format": "marlin-24"}, 'format is "marlin-24": known are float-quantized'),
+        ({"format": "nvfp4", "config_groups": NVFP4}, 'format is "nvfp4": known are float'),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is"),
         ({"config_groups": {}}, "config_groups is {}"),

@@ -132,6 +132,8 @@ def _parse(key: str, values: Mapping[str, object]) -> Quantization:
     method = values.get("quant_method")
     if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         method = "bitsandbytes"  # older versions of transformers left it out
+    if method is None:
+        refuse(key, values, f"it has no quant_method; known are {', '.join(_PARSERS)}")
     try:
         if not isinstance(method, str) or method not in _PARSERS:
             known = f"known are {', '.join(_PARSERS)}"

@@ -215,7 +215,7 @@ def test_modules_take_the_scheme_of_their_target(tmp_path: Path) -> None:
 
 
 def test_schemes_of_activations_alone_leave_the_weights_as_they_are(tmp_path: Path) -> None:
-    """Of attention, beside a scheme of the weights; of the KV cache, without any."""
+    """Schemes of attention stand beside one of the weights; the KV cache has the only one."""
     layout, args = SCHEMES["fp8 per channel"]
     base = make_base(tmp_path / "base")
     config: dict[str, Any] = config_of(layout, args)

@@ -211,7 +211,7 @@ def test_modules_that_rules_of_gptqmodel_leave_out_are_plain(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [16, -1])
 def test_sorted_columns_without_their_groups_are_refused(tmp_path: Path, size: int) -> None:
-    """In the order of the file each column would have the scale of another group."""
+    """Read in the order of the file, each column would have the scale of another group."""
 
     def quantize(module: str, weight: torch.Tensor) -> Quantized:
         width = weight.shape[1] if size == -1 else size
@@ -240,7 +240,7 @@ def test_sorted_columns_without_their_groups_are_refused(tmp_path: Path, size: i
 def test_a_scheme_in_a_file_of_its_own_is_read_unless_the_weights_are_plain(
     tmp_path: Path, file: str, values: dict[str, object], quantize: Quantize
 ) -> None:
-    """As older versions of AutoGPTQ and AutoAWQ wrote it beside config.json."""
+    """Older versions of AutoGPTQ and AutoAWQ wrote the file beside config.json."""
     base = make_base(tmp_path / "base")
     folder, weights = write_quantized(base, tmp_path / "quantized", {}, quantize)
     (folder / file).write_text(json.dumps(values))

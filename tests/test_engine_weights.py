@@ -102,7 +102,7 @@ def test_the_only_file_of_weights_under_another_name_is_named(tmp_path: Path) ->
 def test_a_tied_head_of_other_values_is_refused_with_both_ways_out(
     tmp_path: Path, row: int
 ) -> None:
-    """As it is saved after a tied model's head was trained: transformers 5 computes with it."""
+    """The head of a tied model was trained and saved: transformers 5 computes with it."""
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
     change(base, lambda tensors: _copy_head(tensors, lambda head: head[row].add_(0.5)))
     message = r"holds lm_head\.weight, .* tie_word_embeddings is true: set it to false"

@@ -193,6 +193,20 @@ async def test_an_unexpected_failure_does_not_end_the_watch() -> None:
         await until(lambda: watcher.catalog is not None)
 
 
+async def test_the_log_promises_a_catalog_only_if_there_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = Store(RegistryUnavailableError("away"))
+    async with watching(store, 0.01) as watcher:
+        await until(lambda: watcher.error is not None)
+        assert "cannot be read, no catalog of it is known yet: away" in caplog.text
+        store.content = catalog(1)
+        await until(lambda: watcher.error is None and watcher.catalog is not None)
+        store.content = RegistryUnavailableError("away again")
+        await until(lambda: watcher.error is not None)
+    assert "its last good catalog stays in use: away again" in caplog.text
+
+
 async def test_subscribers_hear_what_changed_and_nothing_of_the_first_catalog() -> None:
     store, heard = Store(), list[Change]()
     async with watching(store, 0.01, heard.extend) as watcher:

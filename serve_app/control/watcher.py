@@ -135,9 +135,10 @@ class Watcher:
     def _fail(self, error: str) -> None:
         self._num_failures += 1
         if self.error is None:
-            logger.warning(
-                "the registry cannot be read, the last good catalog stays in use: %s", error
-            )
+            use = "no catalog of it is known yet"
+            if self.catalog is not None:
+                use = "its last good catalog stays in use"
+            logger.warning("the registry cannot be read, %s: %s", use, error)
             self._failing_since_s = time.monotonic()
             # Later texts are dropped: they count the tries, and each would be a new view.
             self.error = error

@@ -315,12 +315,12 @@ class Checkpoint:
     def _take_tied_head(self, entries: dict[str, StoredTensor]) -> None:
         """Drops a head that is the embedding; alone, it is the embedding. Of another one, some
         tools compute the logits, as transformers 5, and others do not: the files do not tell."""
-        heads = [name for name in entries if name.startswith("lm_head.")]
-        embedding = next(
-            (e for n, e in entries.items() if n.startswith("model.embed_tokens.")), None
-        )
+        self._take_empty_bias("lm_head", {}, entries)  # of other values, it is unknown
+        heads = [n for n in entries if n.startswith("lm_head.") and n != "lm_head.bias"]
         if not heads:
             return
+        embeddings = (e for n, e in entries.items() if n.startswith("model.embed_tokens."))
+        embedding = next(embeddings, None)
         stored = entries.pop(heads[0])
         if heads == ["lm_head.weight"] and embedding is None:
             entries["model.embed_tokens.weight"] = stored
@@ -332,14 +332,13 @@ class Checkpoint:
             )
 
     def _are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Returns True for two matrices of equal floats."""
-        if (one.shape, one.dtype) != (other.shape, other.dtype) or one.dtype not in FLOATS:
-            return False
-        if len(one.shape) != 2 or not one.shape[1]:
+        """Returns True for two matrices of equal floats, be they of two types."""
+        are_floats = {one.dtype, other.dtype} <= {*FLOATS}
+        if not are_floats or one.shape != other.shape or len(one.shape) != 2 or not one.shape[1]:
             return False
         step = max(_SLICE_ELEMENTS // one.shape[1], 1)
         rows = (slice(first, first + step) for first in range(0, one.shape[0], step))
-        return all(torch.equal(self._read(one, part), self._read(other, part)) for part in rows)
+        return all(bool((self._read(one, r) == self._read(other, r)).all()) for r in rows)
 
     def _take_empty_bias(
         self, module: str, expected: Mapping[str, object], entries: dict[str, StoredTensor]

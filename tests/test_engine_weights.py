@@ -80,6 +80,33 @@ def test_a_tied_head_that_is_stored_too_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(weights.embedding, expected)
 
 
+@pytest.mark.parametrize("wider", [torch.float16, torch.float32])
+def test_a_tied_head_of_the_same_values_may_be_of_another_type(
+    tmp_path: Path, wider: torch.dtype
+) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    embedding = torch.arange(VOCAB * 48).view(VOCAB, 48).remainder(251).bfloat16() / 64
+    stored = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.to(wider)}
+    weights = load(change(base, lambda tensors: tensors.update(stored)))
+    assert weights.head is weights.embedding
+    assert torch.equal(weights.embedding, embedding.float())
+
+
+def test_a_bias_of_zeros_beside_a_tied_head_is_dropped_and_another_is_unknown(
+    tmp_path: Path,
+) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    bias = torch.zeros(VOCAB)
+    change(base, lambda tensors: tensors.update({"lm_head.bias": bias}))
+    load(base)
+    change(base, lambda tensors: _copy_head(tensors, lambda head: None))
+    load(base)
+    bias[-1] = 1
+    change(base, lambda tensors: tensors.update({"lm_head.bias": bias}))
+    with pytest.raises(UnsupportedModelError, match=r"holds lm_head\.bias, which is unknown"):
+        load(base)
+
+
 def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path: Path) -> None:
     """transformers 5 ties them this way round, too."""
     base = make_base(tmp_path / "base", tie_word_embeddings=True)

@@ -19,6 +19,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # What transformers' Trainer and accelerate write beside the weights.
 _OF_TRAINER = re.compile(r"(?:training_args|optimizer|scheduler|sampler|rng_state|random_states).*")
+# Not the weights under the usual names: those of an adapter, those in the names of Mistral, and one
+# file of several.
+_NOT_WHOLE = re.compile(r"(?:adapter_|consolidated|optimizer).*|.*-of-(?!0*1\.)[0-9]+\..*")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 
 
@@ -48,11 +51,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise UnsupportedModelError(
                 f"the weights are a pickle ({pickles[0]}), which is never read: save as safetensors"
             )
-        others = [p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_")]
-        remedy = f": {others[0]} has to be renamed to {SINGLE_FILE}" if len(others) == 1 else ""
-        remedy = remedy or _merge_of_parts(folder)
         raise UnsupportedModelError(
-            f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}{remedy}"
+            f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}{_remedy(folder)}"
         )
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -66,12 +66,24 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def _remedy(folder: Path) -> str:
+    """Returns how the folder becomes one with weights in one file, "" if it does not show."""
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (folder / name).is_symlink():
+            return f": {name} is a link to {str((folder / name).readlink())!r}, which is no file"
+    others = [p.name for p in folder.glob("*.safetensors") if p.is_file()]
+    if len(others) == 1 and not _NOT_WHOLE.fullmatch(others[0]):
+        return f": {others[0]} has to be renamed to {SINGLE_FILE}"
+    return _merge_of_parts(folder)
+
+
 def _merge_of_parts(folder: Path) -> str:
     """Returns how a checkpoint of a trainer on several devices becomes one, "" for another."""
     if (folder / "zero_to_fp32.py").is_file():
         return ", it is DeepSpeed's: python zero_to_fp32.py . FOLDER --safe_serialization"
-    parts = next((path.parent for path in folder.glob("*/*.distcp")), None)
-    return "" if parts is None else f", it is FSDP's: accelerate merge-weights {parts.name} FOLDER"
+    names = sorted({path.parent.name for path in folder.glob("*/*.distcp")})
+    parts = next((name for name in names if not _OF_TRAINER.fullmatch(name)), None)
+    return "" if parts is None else f", it is FSDP's: accelerate merge-weights {parts} FOLDER"
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,31 @@ def test_the_only_file_of_weights_under_another_name_is_named(tmp_path: Path) ->
         load(base)
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "consolidated.safetensors"])
+def test_a_file_that_would_not_be_read_under_the_name_is_not_to_be_renamed(
+    tmp_path: Path, name: str
+) -> None:
+    base = make_base(tmp_path / "base")
+    whole = base / "model-00001-of-00001.safetensors"
+    (base / SINGLE_FILE).rename(whole)
+    with pytest.raises(UnsupportedModelError, match=r"-of-00001\.safetensors has to be renamed"):
+        load(base)
+    whole.rename(base / name)
+    with pytest.raises(UnsupportedModelError, match=r"has neither .*index\.json$"):
+        load(base)
+
+
+@pytest.mark.parametrize("name", [SINGLE_FILE, INDEX_FILE])
+def test_a_link_to_no_file_is_named_with_its_target(tmp_path: Path, name: str) -> None:
+    """A folder of Hugging Face's cache without the blobs."""
+    base = make_base(tmp_path / "base")
+    (base / SINGLE_FILE).unlink()
+    (base / name).symlink_to("../../blobs/1234")
+    message = rf": {name} is a link to '../../blobs/1234', which is no file"
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(base)
+
+
 @pytest.mark.parametrize("row", [0, VOCAB - 1])
 def test_a_tied_head_of_other_values_is_refused_with_both_ways_out(
     tmp_path: Path, row: int
@@ -227,7 +252,10 @@ def test_the_state_of_a_trainer_is_not_taken_for_the_weights(
 ) -> None:
     base = make_base(tmp_path / "base")
     (base / SINGLE_FILE).unlink()
-    (base / "fsdp_0").mkdir()
+    for name in ("optimizer_0", "fsdp_0"):  # in either order of the file system
+        (base / name).mkdir()
+    if "distcp" in file:
+        (base / "optimizer_0" / "__0_0.distcp").touch()
     for name in (file, "training_args.bin", "rng_state.pth", "rng_state_0.pth", "optimizer.bin"):
         (base / name).write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=message):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from engine.json_values import MAX_DIMENSION, flag, positive_int, read_json, ref
 from engine.weight_files import stored_tensors
 from lora.errors import AdapterError
 from lora.module_names import spellings
-from lora.patterns import Limits, compile_pattern
+from lora.patterns import Limits, Pattern, compile_pattern
 
 Strategy = Literal["tensor", "channel", "group", "block"]
 
@@ -157,11 +158,15 @@ def _matches(target: str, module: str) -> bool:
     if not target.startswith("re:"):
         return target == module
     try:
-        # `re.match` of the library: the end is open.
-        pattern = compile_pattern(f"(?:{target.removeprefix('re:')}).*", "targets", Limits())
-        return pattern.matches(module)
+        return replace(_compiled(target), limits=Limits()).matches(module)
     except AdapterError as error:
         raise UnsupportedModelError(f"quantization_config: {error}") from None
+
+
+@lru_cache(4096)
+def _compiled(target: str) -> Pattern:
+    # `re.match` of the library: the end is open.
+    return compile_pattern(f"(?:{target.removeprefix('re:')}).*", "targets", Limits())
 
 
 def _parse_compressed_tensors(values: Mapping[str, object]) -> _Parsed:

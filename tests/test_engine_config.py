@@ -10,6 +10,8 @@ import pytest
 
 from engine.errors import UnsupportedModelError
 from engine.model_config import ModelConfig, lora_sites, parse_model_config, read_model_config
+from engine.quantization import Packed, Quantization
+from lora.patterns import Pattern, compile_pattern
 from lora.sites import targets_by_module
 from tests.engine_helpers import make_base
 
@@ -142,3 +144,18 @@ def test_every_linear_layer_the_head_and_the_embedding_are_sites() -> None:
     assert targets["model.layers.0.mlp.up_proj"].out_features == 96
     assert targets["lm_head"].out_features == 100
     assert targets["model.embed_tokens"].site.kind == "embedding"
+
+
+def test_a_target_is_compiled_once_for_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large base has a thousand modules, each tried in three forms of its name."""
+    compiled: list[str] = []
+
+    def counted(text: str, *given: Any) -> Pattern:
+        compiled.append(text)
+        return compile_pattern(text, *given)
+
+    monkeypatch.setattr("engine.quantization.compile_pattern", counted)
+    named, others = Packed(4, 128), Packed(8, 128)
+    scheme_of = Quantization("", "", ((r"re:.*once\.[02]$", named), ("Linear", others))).scheme_of
+    assert [scheme_of(f"once.{i}") for i in range(3)] == [named, others, named]
+    assert len(compiled) == 1

@@ -248,6 +248,9 @@ def test_a_scheme_in_a_file_of_its_own_is_read_unless_the_weights_are_plain(
     for text in (json.dumps(values), "[]"):
         (base / file).write_text(text)
         assert read_model_config(base).quantization is None
+    (base / file).write_text(json.dumps(values))
+    (base / SINGLE_FILE).unlink()  # as for weights that are drawn
+    assert read_model_config(base).quantization == read_model_config(folder).quantization
     (folder / file).write_text(json.dumps(values | {"bits": 3, "w_bit": 3}))
     with pytest.raises(UnsupportedModelError, match=rf"^{file}: bits is 3"):
         read_model_config(folder)

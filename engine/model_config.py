@@ -103,6 +103,8 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
     outer = raw
     architecture, family, raw = _family(raw)
     quantization = parse_quantization(outer) or parse_quantization(raw)
+    if quantization is not None:
+        quantization = replace(quantization, is_of_part=architecture in TEXT_PARTS)
     for key, value in family.fixed.items():
         if raw.get(key) not in (None, value):
             refuse(key, raw[key], f"not supported for {architecture}")

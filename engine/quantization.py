@@ -87,6 +87,7 @@ class Quantization:
     words: str  # for users, such as "compressed-tensors pack-quantized, 4 bits in groups of 128"
     # Pairs of targets and their schemes; a target is a name of a module, an expression or a class.
     targets: tuple[tuple[str, Scheme], ...]
+    is_of_part: bool = False  # of a larger model: targets may name the layers as it does
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Returns the scheme that a module has if it is stored quantized: exact names go before
@@ -95,7 +96,7 @@ class Quantization:
         if len(self.targets) == 1 and self.targets[0][0] == "Linear":
             return self.targets[0][1]
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        names = spellings(module)  # tools name the layers as the larger model does
+        names = spellings(module) if self.is_of_part else (module,)
         ranked = sorted(self.targets, key=lambda pair: ("re:" in pair[0], pair[0]))
         for target, scheme in ranked:
             if any(_matches(target, name) for name in names):

@@ -156,6 +156,18 @@ def test_a_target_is_compiled_once_for_all_modules(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("engine.quantization.compile_pattern", counted)
     named, others = Packed(4, 128), Packed(8, 128)
-    scheme_of = Quantization("", "", ((r"re:.*once\.[02]$", named), ("Linear", others))).scheme_of
-    assert [scheme_of(f"once.{i}") for i in range(3)] == [named, others, named]
+    targets = (r"re:.*once\.[02]$", named), ("Linear", others)
+    found = Quantization("", "", targets, is_of_part=True)
+    assert [found.scheme_of(f"model.once.{i}") for i in range(3)] == [named, others, named]
     assert len(compiled) == 1
+
+
+def test_targets_in_the_names_of_a_larger_model_are_of_no_layer_of_a_model_of_text() -> None:
+    """The library finds no module for them, either."""
+    weights = {"num_bits": 4, "group_size": 128, "strategy": "group"}
+    named = {"targets": ["re:.*language_model.*"], "weights": weights | {"num_bits": 8}}
+    groups = {"a": {"targets": ["Linear"], "weights": weights}, "b": named}
+    kind = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    found = parse(quantization_config=kind | {"config_groups": groups}).quantization
+    assert found is not None
+    assert found.scheme_of("model.layers.0.mlp.down_proj") == Packed(4, 128)

@@ -25,7 +25,7 @@ from engine.json_values import (
 from engine.quantization import Quantization, parse_own_file, parse_quantization
 from engine.rope import RopeConfig
 from engine.rope_config import parse_ropes, rotary_layers
-from engine.weight_files import stored_tensors
+from engine.weight_files import has_weights, stored_tensors
 from lora.module_names import canonical
 from lora.sites import Site, Slice
 
@@ -94,7 +94,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         # The classes tie by default, whatever text_config has, also for checkpoints with a head:
         # Hugging Face then uses both.
         names = (canonical(tensor.key) for tensor in stored_tensors(folder))
-        has_head = any(name.startswith("lm_head.") for name in names)
+        has_head = has_weights(folder) and any(name.startswith("lm_head.") for name in names)
         return replace(config, ties_embeddings=not has_head)
     return config
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from engine.errors import UnsupportedModelError
 from engine.json_values import MAX_DIMENSION, flag, positive_int, read_json, refuse
-from engine.weight_files import stored_tensors, weight_files
+from engine.weight_files import has_weights, stored_tensors
 from lora.errors import AdapterError
 from lora.module_names import spellings
 from lora.patterns import Limits, Pattern, compile_pattern
@@ -125,17 +125,10 @@ def parse_own_file(folder: Path) -> Quantization | None:
     for name, (method, part) in _OWN_FILES.items():
         if not (folder / name).is_file():
             continue
-        if not _has_weights(folder) or any(t.key.endswith(part) for t in stored_tensors(folder)):
+        if not has_weights(folder) or any(t.key.endswith(part) for t in stored_tensors(folder)):
             values = read_json(folder / name) or {}
             return _parse(name, values | {"quant_method": values.get("quant_method") or method})
     return None
-
-
-def _has_weights(folder: Path) -> bool:
-    try:
-        return bool(weight_files(folder))
-    except UnsupportedModelError:
-        return False
 
 
 def _parse(key: str, values: Mapping[str, object]) -> Quantization:

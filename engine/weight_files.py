@@ -66,6 +66,14 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def has_weights(folder: Path) -> bool:
+    """Returns False for a folder whose weights are to be drawn, or cannot be read."""
+    try:
+        return bool(weight_files(folder))
+    except UnsupportedModelError:
+        return False
+
+
 def _remedy(folder: Path) -> str:
     """Returns how the folder becomes one with weights in one file, "" if it does not show."""
     for name in (SINGLE_FILE, INDEX_FILE):

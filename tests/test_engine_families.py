@@ -349,6 +349,10 @@ def test_a_text_part_without_a_head_is_tied_unless_the_file_says_no(
     prompt = random_prompt(20, seed=1)
     (found,) = Decoder(base).logits([(prompt, None)])
     assert_equal(found, expected_logits(base, None, prompt))
+    config = read_model_config(base)
+    (base / SINGLE_FILE).rename(tmp_path / SINGLE_FILE)
+    assert read_model_config(base) == config  # as for weights that are drawn
+    (tmp_path / SINGLE_FILE).rename(base / SINGLE_FILE)
     (base / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is missing"):
         Decoder(base)

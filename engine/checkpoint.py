@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -317,27 +317,28 @@ class Checkpoint:
         tools compute the logits, as transformers 5, and others do not: the files do not tell."""
         self._take_empty_bias("lm_head", {}, entries)  # of other values, it is unknown
         heads = [n for n in entries if n.startswith("lm_head.") and n != "lm_head.bias"]
-        if not heads:
-            return
-        embeddings = (e for n, e in entries.items() if n.startswith("model.embed_tokens."))
-        embedding = next(embeddings, None)
-        stored = entries.pop(heads[0])
-        if heads == ["lm_head.weight"] and embedding is None:
-            entries["model.embed_tokens.weight"] = stored
-        elif embedding is None or len(heads) > 1 or not self._are_equal(stored, embedding):
-            raise UnsupportedModelError(
-                f"{stored.path.name} holds {stored.key}, which is not the embedding, although "
-                "tie_word_embeddings is true: set it to false in config.json if this is the head, "
-                "otherwise remove the tensor"
-            )
+        places = {name: name.replace("lm_head", "model.embed_tokens") for name in heads}
+        embeddings = {name for name in entries if name.startswith("model.embed_tokens.")}
+        for name, place in places.items():
+            stored = entries.pop(name)
+            if not embeddings and len(heads) == 1:
+                entries[place] = stored
+            elif embeddings != {*places.values()} or not self._are_equal(stored, entries[place]):
+                raise UnsupportedModelError(
+                    f"{stored.path.name} holds {stored.key}, which is not the embedding, although "
+                    "tie_word_embeddings is true: set it to false in config.json if this is the "
+                    "head, otherwise remove the tensor"
+                )
 
     def _are_equal(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Returns True for two matrices of equal floats, be they of two types."""
+        """Returns True for equal numbers, be they floats of two types."""
         are_floats = {one.dtype, other.dtype} <= {*FLOATS}
-        if not are_floats or one.shape != other.shape or len(one.shape) != 2 or not one.shape[1]:
+        if one.shape != other.shape or not (are_floats or one.dtype == other.dtype):
             return False
-        step = max(_SLICE_ELEMENTS // one.shape[1], 1)
-        rows = (slice(first, first + step) for first in range(0, one.shape[0], step))
+        rows: Iterable[slice | None] = (None,)
+        if len(one.shape) == 2:
+            step = max(_SLICE_ELEMENTS // max(one.shape[1], 1), 1)
+            rows = (slice(first, first + step) for first in range(0, one.shape[0], step))
         return all(bool((self._read(one, r) == self._read(other, r)).all()) for r in rows)
 
     def _take_empty_bias(

@@ -18,6 +18,8 @@ from engine.parallel.shards import Shard
 from engine.weight_files import INDEX_FILE, SINGLE_FILE
 from engine.weights import WeightBuilder, Weights
 from tests.engine_helpers import VOCAB, load_hf, make_base
+from tests.quantized_bases import check_equal, write_quantized
+from tests.test_engine_compressed_tensors import SCHEMES, compress, config_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -90,6 +92,33 @@ def test_a_tied_head_of_the_same_values_may_be_of_another_type(
     weights = load(change(base, lambda tensors: tensors.update(stored)))
     assert weights.head is weights.embedding
     assert torch.equal(weights.embedding, embedding.float())
+
+
+def test_a_quantized_tied_head_of_the_same_parts_is_left_out(tmp_path: Path) -> None:
+    scheme = SCHEMES["int4 in groups"]
+    groups = {"a": {"targets": ["Linear", "Embedding"], "weights": scheme[1]}}
+    config = config_of("pack-quantized", {}) | {"config_groups": groups}
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    folder, weights = write_quantized(
+        base, tmp_path / "quantized", config, lambda module, weight: compress(*scheme, weight)
+    )
+
+    def store(tensors: Tensors) -> None:
+        made = compress(*scheme, tensors.pop("model.embed_tokens.weight"))
+        for name, part in made.parts.items():
+            tensors[f"model.embed_tokens.{name}"] = part.contiguous()
+            tensors[f"lm_head.{name}"] = part.clone().contiguous()
+        weights["model.embed_tokens.weight"] = made.weight
+
+    check_equal(change(folder, store), weights)
+    for edit in (
+        lambda t: t["lm_head.weight_packed"][-1].add_(1),
+        lambda t: t.pop("lm_head.weight_scale"),
+        lambda t: [t.pop(name) for name in list(t) if "embed_tokens" in name],
+    ):
+        change(folder, edit)
+        with pytest.raises(UnsupportedModelError, match=r"lm_head\..*, which is not the embedding"):
+            load(folder)
 
 
 def test_a_bias_of_zeros_beside_a_tied_head_is_dropped_and_another_is_unknown(

@@ -15,6 +15,8 @@ from serve_app.cli.main import main
         ("keys create --lowest-priority x", "'--lowest-priority': must be an integer"),
         ("keys create --rpm 0", "'--rpm': must be at least 1"),
         ("keys create --tokens-per-day -5", "'--tokens-per-day': must be at least 1"),
+        ("doctor --port 0", "'--port': must be at least 1"),
+        ("doctor --port 70000", "'--port': must be at most 65535"),
         ("canary start sql --version 1.5", "'--version': must be an integer"),
     ],
 )

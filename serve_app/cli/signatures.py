@@ -93,7 +93,7 @@ def check(
 
 @body_in("doctor")
 def doctor(
-    port: Annotated[int, typer.Option(help="Where you want to serve")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where you want to serve")] = 8000,
     base: Annotated[
         Path | None,
         typer.Option(help="Check this folder or GGUF file of a base instead: form, memory, fit"),

@@ -61,7 +61,8 @@ def _names(url: str, models: str | None) -> tuple[str, ...]:
 def _run(load: LoadSpec) -> tuple[list[RequestResult], float]:
     results: list[RequestResult] = []
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    hidden = not console.is_terminal  # its end is an empty line in a file
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
         task = bars.add_task("requests", total=load.num_requests)
 
         def note(result: RequestResult) -> None:

@@ -57,7 +57,8 @@ def byte_progress() -> Iterator[manifest.Progress]:
         progress.TextColumn("{task.description}"),
         *(progress.BarColumn(), progress.DownloadColumn(), progress.TimeElapsedColumn()),
     )
-    with progress.Progress(*columns, console=console, transient=True) as bars:
+    hidden = not console.is_terminal  # its end is an empty line in a file
+    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bars:
         tasks = {}
 
         def show(stage: str, done_bytes: int, total_bytes: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -296,10 +297,13 @@ def _disk(home: Path) -> Finding:
 def _port(port: int) -> Finding:
     try:
         launch.check_port("127.0.0.1", port)
-    except launch.LaunchError:
-        return Finding(
-            "port", "warn", f"{port} is taken", "stop that server or change http_options.port"
-        )
+    except launch.LaunchError as error:
+        reason = error.__cause__
+        if isinstance(reason, OSError) and reason.errno != errno.EADDRINUSE:
+            words = f"{port} cannot be used: {reason.strerror}"
+            return Finding("port", "warn", words, "change http_options.port")
+        remedy = "stop that server or change http_options.port"
+        return Finding("port", "warn", f"{port} is taken", remedy)
     return Finding("port", "ok", f"{port} is free")
 
 

@@ -1,4 +1,4 @@
-"""What commands print where no terminal shows it, and why a port cannot be used."""
+"""The output of commands where no terminal shows it, and of doctor about a port."""
 
 from __future__ import annotations
 

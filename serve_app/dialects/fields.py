@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from serve_app.errors import ApiError, shown
 from serve_app.openai.chat import ChatRequest
-from serve_app.openai.fields import UNSUPPORTED, unknown_fields
+from serve_app.openai.fields import unknown_fields
 from serve_app.openai.json_body import FieldError, parse_json
 from serve_app.openai.tools import check_depth, check_tools
 
@@ -34,8 +34,9 @@ def shared_fields(body: Mapping[str, object], own: Collection[str]) -> Fields:
     for name, value in body.items():
         if name in own:
             continue
-        is_of_chats = name in ChatRequest.model_fields and name not in UNSUPPORTED
-        if name in _SHARED or not is_of_chats:  # the checks of chats refuse or log an unknown one
+        if (
+            name in _SHARED or name not in ChatRequest.model_fields
+        ):  # the checks of chats refuse or log an unknown one
             fields[name] = value
         elif value is not None:
             refuse(name, "is a field of /v1/chat/completions", value)
@@ -121,4 +122,4 @@ def tool_of(function: Fields, where: str, schema: str = "parameters") -> Fields:
 
 def left_out(kind: str, endpoint: str) -> None:
     """Logs a part of a request that is left out, once."""
-    unknown_fields.log(f"{endpoint}: {kind[:64]}")
+    unknown_fields.log(f"{endpoint}: {kind[:64]}", "a part of a request is left out: %s")

@@ -176,7 +176,7 @@ _OTHER_MODEL_FIELDS = frozenset(
 
 
 class UnknownFields:
-    """Logs the name of each unknown field once, so that an ignored field leaves a trace.
+    """Logs the name of each unknown field or part once, so that what is ignored leaves a trace.
 
     Clients choose the names, so at most MAX_UNKNOWN_NAMES are remembered and logged.
     """
@@ -184,12 +184,14 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def log(self, name: str) -> None:
+    def log(
+        self, name: str, words: str = "a request has the unknown field %s, which is ignored"
+    ) -> None:
         short = shown(name)
         if short in self._seen or len(self._seen) >= MAX_UNKNOWN_NAMES:
             return
         self._seen.add(short)
-        logger.warning("a request has the unknown field %s, which is ignored", short)
+        logger.warning(words, short)
         if len(self._seen) == MAX_UNKNOWN_NAMES:
             logger.warning("further unknown fields are not logged")
 

@@ -19,6 +19,8 @@ from lora.errors import AdapterError, HostMemoryError
 # follows.
 REFUSED_GRAMMAR = "the grammar cannot be compiled: "
 EXCEEDED_GRAMMAR = "the answer so far takes the grammar beyond a limit: "
+ENDLESS_GRAMMAR = "the answer so far begins no text of the grammar: "
+GRAMMAR_ERRORS = (REFUSED_GRAMMAR, EXCEEDED_GRAMMAR, ENDLESS_GRAMMAR)
 
 
 class EngineError(Exception):

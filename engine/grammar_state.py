@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from engine.errors import EXCEEDED_GRAMMAR
+from engine.errors import ENDLESS_GRAMMAR, EXCEEDED_GRAMMAR
 
 MAX_ERROR_CHARS = 500
 # The words of llguidance where an answer needs more of the parser or the lexer than
@@ -26,6 +26,7 @@ _LIMIT = re.compile(
     r"Too many items \(limit \d+|Current row has \d+ items; max is \d+|too many states: \d+ >= \d+"
     r"|too many expressions constructed|fuel exhausted"
 )
+NO_EXTENSION = "NoExtensionBias"  # llguidance's word where no byte can follow
 # Threads of llguidance's own; the others stay for the engine's thread and the device.
 NUM_MASK_THREADS = max(1, min(32, len(os.sched_getaffinity(0)) * 4 // 5))
 
@@ -46,11 +47,14 @@ class Lane:
 
 
 def failure(matcher: LLMatcher) -> str:
-    """Returns why the matcher cannot go on: a limit of the library, or a fault of ours."""
+    """Returns why the matcher cannot go on: a limit of the library, a dead end of the
+    grammar, such as a rule of itself alone, or a fault of ours."""
     words = matcher.get_error().removesuffix("<non-verbose/>")
     reason = (" ".join(words.split()) or matcher.stop_reason())[:MAX_ERROR_CHARS]
     if _LIMIT.search(reason):
         return f"{EXCEEDED_GRAMMAR}{reason}"
+    if reason == NO_EXTENSION:
+        return f"{ENDLESS_GRAMMAR}no token may follow"
     return f"the grammar cannot be followed: {reason}"
 
 

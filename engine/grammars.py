@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.errors import EXCEEDED_GRAMMAR, InvalidRequestError
+from engine.errors import GRAMMAR_ERRORS, InvalidRequestError
 from engine.grammar_sources import as_lark, ends_in_escape
-from engine.grammar_state import MAX_ERROR_CHARS, NUM_MASK_THREADS, Lane, failure
+from engine.grammar_state import MAX_ERROR_CHARS, NO_EXTENSION, NUM_MASK_THREADS, Lane, failure
 from engine.types import Grammar
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _check_costs(grammar: Grammar) -> None:
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     words = " ".join(reason.split())[:MAX_ERROR_CHARS]
-    if "NoExtensionBias" in words:  # llguidance's word for a start without any next byte
+    if NO_EXTENSION in words:
         words = "it matches no text"
     return InvalidRequestError(f"the grammar ({grammar.kind}) is refused: {words}", "grammar")
 
@@ -325,7 +325,7 @@ def _fulfil(opened: Future[LLMatcher], compiled: Future[LLMatcher], output: list
         matcher = compiled.result().deep_copy()
         if output and matcher.try_consume_tokens(output) != len(output):
             reason = failure(matcher)
-            if not reason.startswith(EXCEEDED_GRAMMAR):  # a fault of the request, as while it draws
+            if not reason.startswith(GRAMMAR_ERRORS):  # a fault of the request, as while it draws
                 reason = f"the output so far is not of the grammar; {reason}"
             raise RuntimeError(reason)
     except BaseException as error:  # also a cancellation, and a panic of the library

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from engine.errors import EXCEEDED_GRAMMAR, REFUSED_GRAMMAR, InvalidRequestError
+from engine.errors import GRAMMAR_ERRORS, InvalidRequestError
 from engine.types import FinishReason, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, ServiceUnavailableError
 from serve_app.openai import answer as answer_module
@@ -204,7 +204,7 @@ def test_engine_failures_are_raised(text: BaseText) -> None:
         chat(text).feed(0, TokenOutput("r", 0, 0, (), finish_reason="abort"))
 
 
-@pytest.mark.parametrize("beginning", [REFUSED_GRAMMAR, EXCEEDED_GRAMMAR])
+@pytest.mark.parametrize("beginning", GRAMMAR_ERRORS)
 def test_failures_of_the_grammar_name_the_field_of_the_body(text: BaseText, beginning: str) -> None:
     output = TokenOutput("r", 0, 0, (), finish_reason="error", error=f"{beginning}a limit")
     with pytest.raises(InvalidRequestError, match=r"guided_regex: .*: a limit") as caught:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
-from engine.errors import EXCEEDED_GRAMMAR, REFUSED_GRAMMAR, InvalidRequestError
+from engine.errors import GRAMMAR_ERRORS, InvalidRequestError
 from engine.types import NOT_FINITE, TokenLogprobs, TokenOutput
 from serve_app.errors import EngineFailureError, NonFiniteError, ServiceUnavailableError
 from serve_app.text.detokenize import Detokenizer, StopMatcher, StopTable
@@ -278,7 +278,7 @@ def _without(markers: Mapping[int, str], text: str) -> str:
 def _failure(output: TokenOutput, grammar_field: str | None) -> Exception:
     if output.finish_reason == "abort":
         return ServiceUnavailableError("The engine aborted this request; send it again.")
-    if output.error is not None and output.error.startswith((REFUSED_GRAMMAR, EXCEEDED_GRAMMAR)):
+    if output.error is not None and output.error.startswith(GRAMMAR_ERRORS):
         return InvalidRequestError(f"{grammar_field}: {output.error}", grammar_field)
     kind = NonFiniteError if output.error == NOT_FINITE else EngineFailureError
     return kind(output.error or "the engine failed on this choice")

@@ -3,8 +3,8 @@ the files have.
 
 Every expected tensor must be there with its shape, and no other, but for a few without effect
 and for the parts of a larger model that no text reaches. All names, shapes and types are checked
-before a weight is read. Reads tensor by tensor, and dequantizes in slices of rows on the device
-that receives them.
+before a weight is read, but for a tied head, which is compared with its embedding. Reads tensor by
+tensor, and dequantizes in slices of rows on the device that receives them.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ def shared_fields(body: Mapping[str, object], own: Collection[str]) -> Fields:
     for name, value in body.items():
         if name in own:
             continue
-        if (
-            name in _SHARED or name not in ChatRequest.model_fields
-        ):  # the checks of chats refuse or log an unknown one
+        # The checks of chats refuse or log an unknown one.
+        if name in _SHARED or name not in ChatRequest.model_fields:
             fields[name] = value
         elif value is not None:
             refuse(name, "is a field of /v1/chat/completions", value)

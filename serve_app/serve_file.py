@@ -51,7 +51,9 @@ def read_serve_file(path: Path) -> ServeFile:
     """Returns the checked file. Raises ServeFileError, which names the wrong key."""
     try:
         content = yaml.load(path.read_text(), _StrictLoader)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ServeFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise ServeFileError(f"{path} cannot be read: {error}") from error
     except RecursionError as error:
         raise ServeFileError(f"{path} cannot be read: it is nested too deeply") from error

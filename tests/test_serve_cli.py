@@ -413,6 +413,12 @@ def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixtu
     assert "loraplex serve" in capsys.readouterr().err
 
 
+def test_an_address_without_a_protocol_is_no_url(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("models", "--url", "localhost:8000") == 1
+    words = "localhost:8000 is not a URL: it must begin with http:// or https://"
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 # -- bench --------------------------------------------------------------------------------------
 
 

@@ -90,3 +90,10 @@ def test_an_empty_section_of_the_file_is_named(
     with pytest.raises(ServeFileError) as refused:
         read_serve_file(path)
     assert str(refused.value).startswith(f"{path}: {words}")
+
+
+def test_a_file_that_is_missing_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "missing.yaml"
+    with pytest.raises(ServeFileError) as refused:
+        read_serve_file(path)
+    assert str(refused.value) == f"{path} cannot be read: No such file or directory"

@@ -67,6 +67,8 @@ def server_errors(url: str) -> Iterator[None]:
         yield
     except httpx.ConnectError as error:
         raise Failure(f"Nothing answers at {url}; start it with: loraplex serve CONFIG") from error
+    except httpx.UnsupportedProtocol as error:
+        raise Failure(f"{url} is not a URL: it must begin with http:// or https://") from error
     except httpx.InvalidURL as error:
         raise Failure(f"{url} is not a URL: {error}") from error
     except httpx.HTTPError as error:

@@ -127,6 +127,8 @@ def parse_own_file(folder: Path) -> Quantization | None:
             continue
         if not has_weights(folder) or any(t.key.endswith(part) for t in stored_tensors(folder)):
             values = read_json(folder / name) or {}
+            if "w_bit" in values:  # AWQ's name, which stands in GPTQ's file, too
+                method = "awq"
             return _parse(name, values | {"quant_method": values.get("quant_method") or method})
     return None
 

@@ -235,6 +235,7 @@ def test_sorted_columns_without_their_groups_are_refused(tmp_path: Path, size: i
     [
         ("quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}, gptq),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq),
+        ("quantize_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True}, awq),
     ],
 )
 def test_a_scheme_in_a_file_of_its_own_is_read_unless_the_weights_are_plain(

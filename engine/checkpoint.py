@@ -260,7 +260,8 @@ class Checkpoint:
         missing: list[str] = []
         for name, shape in expected.items():
             module = name.removesuffix(".weight")
-            scheme = self._scheme_of(module) if module != name and len(shape) == 2 else None
+            is_matrix = module != name and len(shape) == 2
+            scheme = self._config.scheme_of(module) if is_matrix else None
             dtypes = {part: entries[f"{module}.{part}"].dtype for part in by_module.get(module, ())}
             if scheme is not None and is_quantized(scheme, dtypes):
                 self._quantized[name] = self._take(module, scheme, shape, entries)
@@ -281,10 +282,6 @@ class Checkpoint:
             parts = ", ".join(sorted(by_module.get(missing[0].removesuffix(".weight"), ())))
             more += f" is missing; the files have its {parts}" if parts else " is missing"
             raise UnsupportedModelError(f"tensor {missing[0]}{more}")
-
-    def _scheme_of(self, module: str) -> Scheme | None:
-        quantization = self._config.quantization
-        return None if quantization is None else quantization.scheme_of(module)
 
     def _take(
         self, module: str, scheme: Scheme, shape: tuple[int, ...], entries: dict[str, StoredTensor]

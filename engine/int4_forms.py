@@ -71,7 +71,7 @@ def likely_forms(model: ModelConfig, num_ranks: int = 1) -> dict[str, Int4Format
     forms: dict[str, Int4Format] = {}
     for index in range(model.num_layers):
         for names in layer_matrices(model, index).values():
-            scheme = model.quantization.scheme_of(names[0].removesuffix(".weight"))
+            scheme = model.scheme_of(names[0].removesuffix(".weight"))
             found = likely_form(scheme, shapes[names[0]][1])
             if found is not None and _obstacle_of_cut(found, names[0], shard) is None:
                 forms[names[0]] = found

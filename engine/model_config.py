@@ -22,11 +22,11 @@ from engine.json_values import (
     read_json,
     refuse,
 )
-from engine.quantization import Quantization, parse_own_file, parse_quantization
+from engine.quantization import Quantization, Scheme, parse_own_file, parse_quantization
 from engine.rope import RopeConfig
 from engine.rope_config import parse_ropes, rotary_layers
 from engine.weight_files import has_weights, stored_tensors
-from lora.module_names import canonical
+from lora.module_names import canonical, spellings
 from lora.sites import Site, Slice
 
 _MAX_LAYERS = 4096  # each has names and shapes before any file is opened; the deepest have 126
@@ -80,6 +80,13 @@ class ModelConfig:
                 lengths.append(rope.usual_len)
         return min(lengths)
 
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Returns the scheme that a module has if it is stored quantized, None for a plain base.
+        Targets may name a text part's layers as the larger model does."""
+        if self.quantization is None:
+            return None
+        return self.quantization.scheme_of(spellings(module) if self.is_text_part else (module,))
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Raises UnsupportedModelError with the reason."""
@@ -103,8 +110,6 @@ def parse_model_config(raw: Mapping[str, object], generation: Mapping[str, objec
     outer = raw
     architecture, family, raw = _family(raw)
     quantization = parse_quantization(outer) or parse_quantization(raw)
-    if quantization is not None:
-        quantization = replace(quantization, is_of_part=architecture in TEXT_PARTS)
     for key, value in family.fixed.items():
         if raw.get(key) not in (None, value):
             refuse(key, raw[key], f"not supported for {architecture}")

@@ -20,7 +20,6 @@ from engine.errors import UnsupportedModelError
 from engine.json_values import MAX_DIMENSION, flag, positive_int, read_json, refuse
 from engine.weight_files import has_weights, stored_tensors
 from lora.errors import AdapterError
-from lora.module_names import spellings
 from lora.patterns import Limits, Pattern, compile_pattern
 
 Strategy = Literal["tensor", "channel", "group", "block"]
@@ -87,16 +86,14 @@ class Quantization:
     words: str  # for users, such as "compressed-tensors pack-quantized, 4 bits in groups of 128"
     # Pairs of targets and their schemes; a target is a name of a module, an expression or a class.
     targets: tuple[tuple[str, Scheme], ...]
-    is_of_part: bool = False  # of a larger model: targets may name the layers as it does
 
-    def scheme_of(self, module: str) -> Scheme | None:
+    def scheme_of(self, names: tuple[str, ...]) -> Scheme | None:
         """Returns the scheme that a module has if it is stored quantized: exact names go before
-        expressions, and these before classes, as in compressed-tensors. Raises
-        UnsupportedModelError for an expression that is not served."""
+        expressions, and these before classes, as in compressed-tensors. `names`: all by which
+        targets may call it. Raises UnsupportedModelError for an expression that is not served."""
         if len(self.targets) == 1 and self.targets[0][0] == "Linear":
             return self.targets[0][1]
-        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        names = spellings(module) if self.is_of_part else (module,)
+        kind = "Embedding" if names[0].endswith("embed_tokens") else "Linear"
         ranked = sorted(self.targets, key=lambda pair: ("re:" in pair[0], pair[0]))
         for target, scheme in ranked:
             if any(_matches(target, name) for name in names):

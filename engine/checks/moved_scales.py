@@ -112,7 +112,7 @@ class MovedScales:
         return scales
 
     def _of_rows(self, module: str) -> torch.Tensor:
-        scheme = self._config.quantization and self._config.quantization.scheme_of(module)
+        scheme = self._config.scheme_of(module)
         steps = self._awq.part(module, "scales")
         if steps is None or not isinstance(scheme, Awq):
             raise UnsupportedModelError(f"{module} of the base is not quantized by AWQ")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serve_app.cli.commands.client import served_models
-from serve_app.cli.commands.common import Failure, console, print_table
+from serve_app.cli.commands.common import Failure, bars_of, console, print_table
 from serve_app.cli.load import LoadSpec, RequestResult, Summary, run_load, summarize
 from serve_app.home import api_headers
 
@@ -61,8 +61,7 @@ def _names(url: str, models: str | None) -> tuple[str, ...]:
 def _run(load: LoadSpec) -> tuple[list[RequestResult], float]:
     results: list[RequestResult] = []
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    hidden = not console.is_terminal  # its end is an empty line in a file
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+    with bars_of(*columns) as bars:
         task = bars.add_task("requests", total=load.num_requests)
 
         def note(result: RequestResult) -> None:

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
     from registry import manifest
 
 # Output into a pipe is not wrapped, and a table is as wide as its longest cells.
@@ -48,6 +50,14 @@ def print_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
+def bars_of(*columns: ProgressColumn) -> Progress:
+    """Returns progress bars that leave nothing behind. Hidden where there is no terminal: their end
+    would be an empty line in a file."""
+    from rich.progress import Progress
+
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextmanager
 def byte_progress() -> Iterator[manifest.Progress]:
     """Shows a progress bar for each stage of work that is counted in bytes."""
@@ -57,8 +67,7 @@ def byte_progress() -> Iterator[manifest.Progress]:
         progress.TextColumn("{task.description}"),
         *(progress.BarColumn(), progress.DownloadColumn(), progress.TimeElapsedColumn()),
     )
-    hidden = not console.is_terminal  # its end is an empty line in a file
-    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+    with bars_of(*columns) as bars:
         tasks = {}
 
         def show(stage: str, done_bytes: int, total_bytes: int) -> None:

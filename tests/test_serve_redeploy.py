@@ -15,7 +15,7 @@ from ray import serve
 
 from registry.catalog import Catalog
 from serve_app.app import build_with
-from serve_app.config import ModelArgs, PlatformArgs
+from serve_app.config import ModelArgs, PlatformArgs, RouterArgs
 from serve_app.control.base_status import read_status
 from tests.fakes_registry import FolderRegistry
 from tests.serve_rig import (
@@ -48,7 +48,9 @@ PATHS = (*PROBES, "/v1/completions")
 
 
 def args_of(*bases: str, replicas: int, **ingress: object) -> PlatformArgs:
-    args = rig_args(RATE, *bases, replicas=replicas)
+    # In turn, so that every engine has streams: draws between equal ones may leave one without.
+    router = RouterArgs(policy="round_robin")
+    args = rig_args(RATE, *bases, replicas=replicas, router=router)
     drain = {"graceful_shutdown_timeout_s": DRAIN_S}
     return args.model_copy(
         update={
@@ -155,6 +157,8 @@ def test_streams_and_probes_notice_nothing_of_another_file(
     rig: Rig, args: PlatformArgs, num_engines: int, num_new: int
 ) -> None:
     """`num_engines` run then, of which `num_new` are other ones than before."""
+    with httpx.Client(base_url=rig.url, timeout=180) as client:
+        eventually(lambda: num_connected(client) == len(processes(ENGINE)))
     undisturbed = chat_all(rig)
     assert {reason for _, reason in undisturbed} == {"length"}
     old = {*processes(ENGINE), *processes(INGRESS), *processes(MANAGER)}
@@ -176,6 +180,14 @@ def test_streams_and_probes_notice_nothing_of_another_file(
         assert metric(client, "loraplex_requests_lost_total") == 0
         eventually(lambda: metric(client, "loraplex_open_engine_requests") == 0)
         assert chat_all(rig) == undisturbed
+
+
+def num_connected(client: httpx.Client) -> int:
+    """Returns how many engines of the base the ingress sends requests to."""
+    headers = {"authorization": f"Bearer {RIG_TOKEN}"}
+    body = {"model": RIG_BASE, "prompt": "abc"}
+    answer = client.post("/admin/route", headers=headers, json=body).json()
+    return sum(one["is_connected"] for one in answer["replicas"])
 
 
 def busy_engines(client: httpx.Client) -> list[bool]:

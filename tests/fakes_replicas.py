@@ -133,6 +133,7 @@ class Fleet:
     max_num_seqs: int = 256  # of each engine that is added
     num_refusals: int = 0  # so many calls are refused first
     return_s: float = 0.0  # so long after its last token a call returns
+    paused_at: int | None = None  # of each engine that is added, see `pause`
     num_cancelled: int = 0  # calls
     _num_calls: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -156,9 +157,17 @@ class Fleet:
     def add(self) -> Replica:
         replica = Replica(f"e{len(self.replicas)}", self.rate)
         replica.engine.max_num_seqs = self.max_num_seqs
+        replica.engine.pause_at = self.paused_at
         self.replicas[replica.engine_id] = replica
         self.tell()
         return replica
+
+    def pause(self, at: int | None) -> None:
+        """Lets no choice get more than `at` tokens, until it is None: an answer of 0.2 s would end
+        before a test that runs late disturbs it."""
+        self.paused_at = at
+        for replica in self.replicas.values():
+            replica.engine.pause_at = at
 
     def drain(self, engine_id: str) -> None:
         self.replicas[engine_id].is_up = False

@@ -85,22 +85,20 @@ def count(fleet: Fleet, name: str) -> float:
 async def read_some(generation: Generation, num_tokens: int) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     while sum(len(output.token_ids) for output in outputs) < num_tokens:
-        outputs += await asyncio.wait_for(generation.read(), 10)
+        outputs += await asyncio.wait_for(generation.read(), 120)
     return outputs
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 20, 39])
 async def test_a_stream_goes_on_where_its_engine_died(num_before: int) -> None:
     async with running_fleet(2) as fleet:
-        for replica in fleet.replicas.values():
-            replica.engine.pause_at = num_before
+        fleet.pause(num_before)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, num_before)
         rest = asyncio.create_task(read_all(generation))
         await until(lambda: bool(fleet.placed))
         fleet.replicas[engine_of(fleet)].kill()
-        for replica in fleet.replicas.values():
-            replica.engine.pause_at = None
+        fleet.pause(None)
         outputs += await rest
         assert tokens(outputs) == WHOLE
         assert outputs[-1].finish_reason == "length"
@@ -111,9 +109,11 @@ async def test_a_stream_goes_on_where_its_engine_died(num_before: int) -> None:
 
 async def test_a_resumed_call_has_new_ids_the_same_seed_and_avoids_the_dead_engine() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         fleet.replicas[engine_of(fleet)].kill()
+        fleet.pause(None)
         await read_all(generation)
         (dead, first), (_, second) = fleet.placed
         (before,), (after,) = first.requests, second.requests
@@ -126,6 +126,7 @@ async def test_a_resumed_call_has_new_ids_the_same_seed_and_avoids_the_dead_engi
 
 async def test_choices_that_ended_are_not_sent_again() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(10)
         generation = fleet.generate(
             make_request(PROMPT, n=3), make_request((7, 8), 5, name="short")
         )
@@ -133,6 +134,7 @@ async def test_choices_that_ended_are_not_sent_again() -> None:
         generation.end_choice("r", 1)  # a stop string
         outputs_before = len(tokens([o for o in outputs if o.choice == 1], 1))
         fleet.replicas[engine_of(fleet)].kill()
+        fleet.pause(None)
         outputs += await read_all(generation)
         (request,) = fleet.placed[1][1].requests
         assert request.choices == (0, 2)
@@ -174,7 +176,7 @@ async def test_an_arm_is_charged_only_with_what_did_not_wait_for_its_adapter(
             leave = (lambda _, one=generation: one.fail(ClientGoneError())) if leaves else None
             made = Completion(generation, builder, arms.begin(key), leave)
             with pytest.raises(ClientGoneError) if leaves else nullcontext():
-                await asyncio.wait_for(made.whole(), 20)
+                await asyncio.wait_for(made.whole(), 120)
             made.close()
     ((_, counted),) = arms.counts()
     assert (counted.count("ok"), counted.count("left"), sum(counted.first_token)) == (1, 1, 2)
@@ -185,17 +187,15 @@ async def test_the_record_of_an_answer_that_moved_has_its_tokens_once(tmp_path: 
     text = base_text(tmp_path)
     record = RequestRecord("/v1/completions", time.time())
     async with running_fleet(2) as fleet:
-        for replica in fleet.replicas.values():
-            replica.engine.pause_at = 5
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         builder = completion(text, [Prompt(PROMPT, "x")], max_tokens=40)
         made = Completion(generation, builder, record=record)
         whole = asyncio.create_task(made.whole())
         await until(lambda: builder.num_tokens == 5)
         fleet.replicas[engine_of(fleet)].kill()
-        for replica in fleet.replicas.values():
-            replica.engine.pause_at = None
-        await asyncio.wait_for(whole, 20)
+        fleet.pause(None)
+        await asyncio.wait_for(whole, 120)
         made.close()
     record.end()
     assert (record.outcome, record.finish_reasons) == ("ok", ("length",))
@@ -217,7 +217,7 @@ async def test_the_record_of_a_client_that_leaves_has_the_tokens_until_then(tmp_
         await until(lambda: builder.num_tokens == 5)
         made.client_left()
         with pytest.raises(ClientGoneError):
-            await asyncio.wait_for(whole, 20)
+            await asyncio.wait_for(whole, 120)
         made.close()
     record.end()
     assert (record.outcome, record.status, record.output_tokens) == ("left", 499, 5)
@@ -225,12 +225,14 @@ async def test_the_record_of_a_client_that_leaves_has_the_tokens_until_then(tmp_
 
 async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
     async with running_fleet(2, silence_s=0.05) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         old = fleet.replicas[engine_of(fleet)]
         old.hang()
         await asyncio.sleep(0.1)
         fleet.migrations.check_engines()
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         assert migrated(fleet, "silence") == 1
@@ -239,12 +241,14 @@ async def test_late_tokens_of_an_engine_that_hung_find_nobody() -> None:
 
 async def test_requests_leave_an_engine_whose_step_hangs_though_its_heartbeat_goes_on() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         old = fleet.replicas[engine_of(fleet)]
         old.engine.hung_s = time.monotonic() - 11.0
         await until(lambda: (fleet.server.silence_s(old.engine_id) or 0.0) > 10.0)
         fleet.migrations.check_engines()
+        fleet.pause(None)
         assert fleet.migrations.has_silent_engine
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
@@ -270,10 +274,12 @@ async def test_an_engine_in_a_long_step_of_a_usual_length_keeps_its_requests() -
 async def test_an_engine_that_stays_hung_ends_the_calls_that_nobody_moved() -> None:
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(limit=0)
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         await read_some(generation, 5)
         (replica,) = fleet.replicas.values()
         replica.engine.hung_s = time.monotonic() - 13.0
+        fleet.pause(None)
         with pytest.raises(EngineDeadError, match="not ended"):
             await read_all(generation)
         assert replica.host.dead.is_set()
@@ -295,9 +301,11 @@ async def test_an_engine_whose_process_was_stopped_as_a_whole_is_not_given_up() 
 
 async def test_a_request_without_memory_goes_on_at_another_engine() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT, n=2))
         outputs = await read_some(generation, 10)
         fleet.replicas[engine_of(fleet)].engine.no_memory = True
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs, 0) == tokens(outputs, 1) == WHOLE
         assert len({engine for engine, _ in fleet.placed}) == len(fleet.placed) == 2
@@ -358,10 +366,12 @@ async def test_what_came_to_an_engine_that_was_silent_goes_on_sooner_and_is_no_s
 
 async def test_drained_requests_move_at_once_and_are_aborted_where_they_were() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         old = fleet.replicas[engine_of(fleet)]
         fleet.drain(old.engine_id)
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         assert migrated(fleet, "drain") == 1
@@ -386,22 +396,27 @@ async def test_the_last_replica_of_a_base_is_left_to_end_its_requests_itself() -
 async def test_drains_are_not_counted_as_deaths() -> None:
     async with running_fleet(2) as fleet:
         fleet.args = MigrationArgs(limit=1)
+        fleet.pause(3)
         generation = fleet.generate(make_request(PROMPT))
         outputs: list[TokenOutput] = []
-        for _ in range(4):
+        for turn in range(1, 5):
+            fleet.pause(3 * turn)
             outputs += await read_some(generation, 3)
             fleet.add()
             fleet.drain(engine_of(fleet))
             await until(lambda: engine_now(generation) is not None)
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
 
 
 async def test_without_another_replica_it_waits_for_the_replacement() -> None:
     async with running_fleet(1) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         fleet.replicas["e0"].kill()
+        fleet.pause(None)
         rest = asyncio.get_running_loop().create_task(read_all(generation))
         await asyncio.sleep(0.1)
         fleet.add()
@@ -411,9 +426,11 @@ async def test_without_another_replica_it_waits_for_the_replacement() -> None:
 async def test_it_does_not_wait_longer_than_its_time_limit() -> None:
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(timeout_s=0.1)
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         await read_some(generation, 5)
         fleet.replicas["e0"].kill()
+        fleet.pause(None)
         with pytest.raises(EngineDeadError, match="in time"):
             await read_all(generation)
         assert migrated(fleet, "death", "failed") == count(fleet, "lost") == 1
@@ -425,10 +442,12 @@ async def test_a_wait_behind_a_suspect_is_not_taken_off_its_time_limit(
     monkeypatch.setattr("serve_app.dispatch.generation.MAX_HOLD_S", 1.5)
     async with running_fleet(3) as fleet:
         fleet.args = MigrationArgs(timeout_s=1.0)
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         turn = fleet.migrations.suspects(APP).join(is_exclusive=True)  # another request's
         fleet.replicas[engine_of(fleet)].kill()
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         turn.end()
@@ -449,10 +468,12 @@ async def test_a_suspect_that_is_refused_everywhere_meets_its_time_limit() -> No
 
 async def test_a_call_that_its_far_end_cancels_goes_on_elsewhere() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         (task,) = fleet._tasks
         task.cancel()  # as Serve cancels the calls of a replica that it stops
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
         assert len(fleet.placed) == 2
@@ -486,7 +507,7 @@ async def test_a_far_ends_cancellation_fails_the_reader_as_ray_brings_it() -> No
     call = SubmitCall((request,), (), server.address, routing)
     attempt = Attempt(server, made_base(MigrationArgs(), handle), call)
     with pytest.raises(CallCancelledError):
-        await asyncio.wait_for(attempt.stream.read(), 10)
+        await asyncio.wait_for(attempt.stream.read(), 120)
     attempt.close(())
     server.close()
 
@@ -528,10 +549,12 @@ async def test_a_replica_gets_a_call_without_the_part_for_the_router() -> None:
 
 async def test_full_queues_are_waited_for() -> None:
     async with running_fleet(2) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await read_some(generation, 5)
         fleet.num_refusals = 3
         fleet.replicas[engine_of(fleet)].kill()
+        fleet.pause(None)
         outputs += await read_all(generation)
         assert tokens(outputs) == WHOLE
 
@@ -546,9 +569,11 @@ async def test_a_full_queue_at_the_first_engine_is_the_clients_to_know() -> None
 async def test_a_base_that_opted_out_fails_at_the_first_death() -> None:
     async with running_fleet(2) as fleet:
         fleet.args = MigrationArgs(limit=0)
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         await read_some(generation, 5)
         fleet.replicas[engine_of(fleet)].kill()
+        fleet.pause(None)
         with pytest.raises(EngineDeadError):
             await read_all(generation)
         assert len(fleet.placed) == count(fleet, "lost") == 1
@@ -557,8 +582,10 @@ async def test_a_base_that_opted_out_fails_at_the_first_death() -> None:
 async def test_more_deaths_than_the_limit_end_it() -> None:
     async with running_fleet(4) as fleet:
         fleet.args = MigrationArgs(limit=2)
+        fleet.pause(3)
         generation = fleet.generate(make_request(PROMPT))
-        for _ in range(3):
+        for turn in range(1, 4):
+            fleet.pause(3 * turn)
             await read_some(generation, 3)
             fleet.replicas[engine_of(fleet)].kill()
         with pytest.raises(EngineDeadError):
@@ -568,9 +595,11 @@ async def test_more_deaths_than_the_limit_end_it() -> None:
 
 async def test_a_client_that_leaves_while_it_moves_ends_it() -> None:
     async with running_fleet(1) as fleet:
+        fleet.pause(5)
         generation = fleet.generate(make_request(PROMPT))
         await read_some(generation, 5)
         fleet.replicas["e0"].kill()
+        fleet.pause(None)
         reading = asyncio.get_running_loop().create_task(read_all(generation))
         await asyncio.sleep(0.05)
         generation.fail(ClientGoneError())

@@ -78,12 +78,14 @@ async def test_a_request_that_pauses_goes_on_when_a_replica_comes(
     monkeypatch.setattr(MigrationState, "_next_pause", lambda *_: 300.0)
     async with running_fleet(1) as fleet:
         fleet.args = MigrationArgs(timeout_s=600.0)
+        fleet.pause(1)
         generation = fleet.generate(make_request(PROMPT))
         outputs = await generation.read()
         fleet.num_refusals = 1
         (replica,) = fleet.replicas.values()
         replica.kill()
         fleet.tell()
+        fleet.pause(None)
         reading = asyncio.create_task(read_all(generation))
         await until(lambda: fleet.num_refusals == 0)
         await until(lambda: bool(fleet.migrations._arrivals))

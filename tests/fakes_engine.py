@@ -7,7 +7,7 @@ POISON_TOKEN before its first. An adapter folder
 that holds REFUSED is refused, and told in that file (a base folder with it starts no engine); one
 that holds FAULT has the fault named there: its requests end at once. A file HANG in the base's
 folder hangs the step of the engine that takes it away. As long as a file HOLD is there, no choice
-gets more than HELD_TOKENS.
+gets more tokens than its text says, HELD_TOKENS if it is empty.
 """
 
 from __future__ import annotations
@@ -253,10 +253,16 @@ class PacedEngine:
                 self.hung_s = time.monotonic()
         return self.hung_s is not None
 
+    def _held_at(self) -> int | None:
+        if self.hold is not None:
+            with suppress(FileNotFoundError):
+                return int(self.hold.read_text() or HELD_TOKENS)
+        return None
+
     def _step(self) -> tuple[TokenOutput, ...]:
         outputs: list[TokenOutput] = []
-        is_held = bool(self._running) and self.hold is not None and self.hold.exists()
-        pause_at = HELD_TOKENS if is_held else self.pause_at
+        held_at = self._held_at() if self._running else None
+        pause_at = self.pause_at if held_at is None else held_at
         with self._lock:
             for request_id, running in tuple(self._running.items())[: self.max_num_seqs]:
                 prompt = running.request.prompt_token_ids

@@ -45,7 +45,7 @@ from serve_app.config import (
 )
 from serve_app.control.base_plan import APP_PREFIX, is_application_of
 from serve_app.platform_view import Sources
-from tests.fakes_engine import HOLD
+from tests.fakes_engine import HELD_TOKENS, HOLD
 from tests.fakes_registry import FolderRegistry
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -226,12 +226,12 @@ def wait_ready(rig: Rig, timeout_s: float = 300.0) -> None:
 
 
 @contextmanager
-def held(rig: Rig, name: str = RIG_BASE) -> Iterator[None]:
-    """Requests for the base cannot end meanwhile, if they want more than HELD_TOKENS tokens: what
-    a test does to them comes in time, however slow the machine is."""
+def held(rig: Rig, name: str = RIG_BASE, at: int = HELD_TOKENS) -> Iterator[None]:
+    """Requests for the base cannot end meanwhile, if they want more than `at` tokens: what a test
+    does to them comes in time, however slow the machine is."""
     base = next(one for one in rig.registry.snapshot().bases if one.name == name)
     file = rig.registry.folder / base.digest / HOLD
-    file.touch()
+    file.write_text(str(at))
     try:
         yield
     finally:
@@ -259,6 +259,14 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
+
+
+def num_connected(client: httpx.Client) -> int:
+    """How many engines of the base the ingress sends requests to."""
+    headers = {"authorization": f"Bearer {RIG_TOKEN}"}
+    body = {"model": RIG_BASE, "prompt": "abc"}
+    answer = client.post("/admin/route", headers=headers, json=body).json()
+    return sum(one["is_connected"] for one in answer["replicas"])
 
 
 @contextmanager

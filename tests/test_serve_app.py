@@ -357,12 +357,12 @@ async def test_a_thousand_unfinished_bodies_stop_nobody_and_are_gone_at_the_dead
     answer = await asyncio.to_thread(client.post, "/v1/completions", json=completion())
     assert answer.status_code == 200
     for reader, writer in slow:
-        async with asyncio.timeout(10 * FRONT_TIMEOUT_S):
+        async with asyncio.timeout(60 * FRONT_TIMEOUT_S):
             refusal = await reader.read()  # to the end of the connection
         assert refusal.startswith(b"HTTP/1.1 408 ")
         assert b"x-should-retry: true" in refusal
         writer.close()
-    async with asyncio.timeout(10 * FRONT_TIMEOUT_S):
+    async with asyncio.timeout(60 * FRONT_TIMEOUT_S):
         assert await silent.read() == b""
     silent_writer.close()
 
@@ -410,7 +410,8 @@ def test_a_client_that_leaves_is_counted_however_it_leaves(rig: Rig, client: htt
 def test_a_stream_that_nobody_reads_frees_its_rows(rig: Rig, client: httpx.Client) -> None:
     body = completion(max_tokens=4000, stream=True, n=16, prompt="x" * 64, logprobs=5)
     content = json.dumps(body).encode()
-    with socket.socket() as slow:
+    # The engine has sent more than all buffers hold, but none of its tokens is the last.
+    with held(rig, at=3900), socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", rig.port))
         slow.sendall(
@@ -419,7 +420,7 @@ def test_a_stream_that_nobody_reads_frees_its_rows(rig: Rig, client: httpx.Clien
         )
         eventually(lambda: not is_idle(client))
         before = metric(client, "vllm:request_success_total", finished_reason="length")
-        eventually(lambda: is_idle(client), 40.0)
+        eventually(lambda: is_idle(client))
     assert metric(client, "vllm:request_success_total", finished_reason="length") == before
 
 

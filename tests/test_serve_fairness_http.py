@@ -160,13 +160,13 @@ async def test_a_tenant_with_weight_waits_less(rig: Rig) -> None:
     """All are there before the first of them is taken, so that their order is the queue's."""
     names = ("tin", "gold") * 17
     async with async_client(rig) as client:
-        before = [asyncio.create_task(ask(client, "one", max_tokens=2000)) for _ in range(ROWS)]
-        await asyncio.to_thread(eventually, lambda: num_in_engine(rig) >= ROWS)
-        tasks = [asyncio.create_task(ask(client, name)) for name in names]
-        count = ROWS + len(names)
-        await asyncio.to_thread(eventually, lambda: num_waiting(rig) + num_in_engine(rig) >= count)
-        for task in before:
-            task.cancel()
+        with held(rig):
+            before = [asyncio.create_task(ask(client, "one", max_tokens=2000)) for _ in range(ROWS)]
+            await asyncio.to_thread(eventually, lambda: num_in_engine(rig) >= ROWS)
+            tasks = [asyncio.create_task(ask(client, name)) for name in names]
+            await until_they_wait(rig, ROWS + len(names))
+            for task in before:
+                task.cancel()
         answers = await asyncio.gather(*tasks)
     assert {answer.status for answer in answers} == {200}
     order = [answer.tenant for answer in sorted(answers, key=lambda answer: answer.end_s)]

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from ray import serve
 
+from serve_app.config import RouterArgs
 from serve_app.control.deployments import base_application
 from serve_app.platform_view import BaseSpec
 from tests.fakes_engine import HANG, POISON_TOKEN
@@ -25,6 +26,7 @@ from tests.serve_rig import (
     deploy,
     held,
     metric,
+    num_connected,
     processes,
     rig_args,
     rig_sources,
@@ -38,7 +40,9 @@ RATE = 30.0
 REPLICAS = 3
 PROMPT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_+*/=()<>[]{}"
 TOKENS = 100
-ARGS = rig_args(RATE, RIG_BASE, replicas=REPLICAS, stall_timeout_s=4.0)
+# In turn, so that every engine has requests: draws between equal ones may leave one without.
+ROUTER = RouterArgs(policy="round_robin")
+ARGS = rig_args(RATE, RIG_BASE, replicas=REPLICAS, router=ROUTER, stall_timeout_s=4.0)
 ENGINE = "ray::EngineActor"
 MOVED = "loraplex_requests_migrated_total"
 
@@ -142,6 +146,7 @@ def ask_all(client: httpx.Client, bodies: Sequence[dict[str, object]]) -> list[R
 def wait_for_replicas(client: httpx.Client) -> None:
     eventually(lambda: len(processes(ENGINE)) == REPLICAS)
     eventually(lambda: client.get("/health").status_code == 200)
+    eventually(lambda: num_connected(client) == REPLICAS)
     # A metric of each engine: it answers.
     wanted = "vllm:num_requests_running{"
     eventually(

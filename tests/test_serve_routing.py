@@ -38,7 +38,8 @@ pytestmark = pytest.mark.serve
 RATE = 100.0
 MAX_ONGOING = 8
 REPLICA = "ray::ServeReplica:base-"
-ADAPTERS = tuple(f"adapter{number}" for number in range(9))
+# So many that they have not all the same home, which is drawn with the ids of the replicas.
+ADAPTERS = tuple(f"adapter{number}" for number in range(15))
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +205,8 @@ def test_a_replica_that_hangs_hides_only_its_own_figures(client: httpx.Client) -
     stopped = processes(REPLICA)[0]
     os.kill(stopped, signal.SIGSTOP)
     try:
-        eventually(lambda: len(_shown(client)) == 2)
-        assert _shown(client) == _listed(client)
+        # Each list may lack another engine for once, which did not answer in time.
+        eventually(lambda: len(_shown(client)) == 2 and _shown(client) == _listed(client))
     finally:
         os.kill(stopped, signal.SIGCONT)
     eventually(lambda: len(_shown(client)) == 3)

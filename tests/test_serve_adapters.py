@@ -77,8 +77,17 @@ def lines(client: httpx.Client) -> dict[str, dict[str, object]]:
 
 
 def place(client: httpx.Client, version: str) -> dict[str, object]:
-    (engine,) = lines(client)[version]["engines"]  # type: ignore[misc]
-    return dict(engine)
+    """Asks again while no engine is listed: one that does not answer within two seconds is left
+    out."""
+    found: list[dict[str, object]] = []
+
+    def is_listed() -> bool:
+        found[:] = lines(client)[version]["engines"]  # type: ignore[call-overload]
+        return bool(found)
+
+    eventually(is_listed)
+    (engine,) = found
+    return engine
 
 
 def tier(client: httpx.Client, version: str) -> object:

@@ -25,7 +25,7 @@ from tests.serve_rig import (
     rig_args,
     wait_ready,
 )
-from tests.waiting import eventually
+from tests.waiting import eventually, wait_for_midnight
 
 NUM_INGRESSES = 2
 LIMIT = 600  # requests per minute
@@ -121,6 +121,7 @@ def usage(admin: httpx.Client, key_id: str) -> dict[str, object]:
 
 
 def test_a_budget_of_a_day_ends_with_insufficient_quota(rig: Rig, admin: httpx.Client) -> None:
+    wait_for_midnight()
     _, headers = new_key(rig, admin, tokens_per_day=20)
     body = {**BODY, "max_tokens": 5}
     answers: list[httpx.Response] = []
@@ -167,7 +168,7 @@ def test_limits_hold_and_use_is_recorded_once_though_the_manager_is_killed(
         limits = httpx.Limits(max_connections=None)
         begun_s, number = time.monotonic(), 0
         async with (
-            httpx.AsyncClient(base_url=rig.url, timeout=60, limits=limits) as client,
+            httpx.AsyncClient(base_url=rig.url, timeout=300, limits=limits) as client,
             asyncio.TaskGroup() as group,
         ):
             has_killed = False

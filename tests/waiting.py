@@ -23,6 +23,14 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
         time.sleep(0.05)
 
 
+def wait_for_midnight(margin_s: float = 120.0) -> None:
+    """Waits until the day in UTC is over, if it has less than `margin_s` left: a test of a budget
+    of a day that runs across its end gets two."""
+    rest_s = 86_400 - time.time() % 86_400
+    if rest_s < margin_s:
+        time.sleep(rest_s + 1)
+
+
 def wait_settled(
     read: Callable[[], object], quiet_s: float = 2.5, timeout_s: float = 180.0
 ) -> None:

@@ -137,7 +137,7 @@ def check_end(server: DemoServer) -> None:
     assert len(tree) > 5
     _end(server.process)
     assert server.process.returncode == 0
-    _, alive = psutil.wait_procs(tree, timeout=60)
+    _, alive = psutil.wait_procs(tree, timeout=300)
     assert not alive
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/live", timeout=2)
@@ -148,7 +148,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
     process.send_signal(signal.SIGINT)
     try:
-        process.communicate(timeout=90)
+        process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

@@ -157,8 +157,8 @@ async def complete(api: openai.AsyncOpenAI, job: Job) -> tuple[str, int]:
 
 
 async def wait_until_idle(server: DemoServer) -> None:
-    """No request in the engine, every KV block free again. Fails loudly after two minutes."""
-    deadline = time.monotonic() + 120
+    """No request in the engine, every KV block free again. Fails loudly after five minutes."""
+    deadline = time.monotonic() + 300
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     while any(values := [server.metric(name) for name in names]):
         assert time.monotonic() < deadline, dict(zip(names, values, strict=True))
@@ -372,7 +372,7 @@ def test_absurd_values_are_400_and_name_the_field(
     server: DemoServer, field: str, value: object
 ) -> None:
     body = {"model": BASE, "prompt": "x", "max_tokens": 1} | {field: value}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
     assert answer.status_code == 400, answer.text[:300]
     error = answer.json()["error"]
     assert field in (error["param"] or "") or field in error["message"]
@@ -397,7 +397,7 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
         found = processes("ingress", server.process.pid)
         return sum(psutil.Process(pid).memory_info().rss for pid in found)
 
-    with httpx.Client(timeout=60, headers={"content-type": "application/json"}) as http:
+    with httpx.Client(timeout=300, headers={"content-type": "application/json"}) as http:
         for _ in range(20):  # until the allocator has what it keeps
             assert http.post(f"{server.url}/v1/completions", content=body).status_code == 400
         before = resident_bytes()
@@ -408,7 +408,7 @@ def test_refusals_leave_memory_flat(server: DemoServer) -> None:
 
 
 def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceReference) -> None:
-    with httpx.Client(base_url=server.url, timeout=120) as http:
+    with httpx.Client(base_url=server.url, timeout=300) as http:
         ids = http.post("/tokenize", json={"model": BASE, "prompt": "Ahoy, world"}).json()["tokens"]
         assert ids == reference.prompt_ids("Ahoy, world")
         back = http.post("/detokenize", json={"model": BASE, "tokens": ids}).json()
@@ -424,11 +424,16 @@ def test_routes_beyond_generation(server: DemoServer, reference: HuggingFaceRefe
 
 
 def test_demo_a_second_time_does_nothing_twice(demo_home: Path) -> None:
-    before = run_cli(demo_home, "models")
-    started = time.monotonic()
+    """A base that is converted again appears in a new folder."""
+
+    def files() -> set[tuple[Path, int, int]]:
+        folder = base_folder(demo_home)
+        found = [(path, path.stat()) for path in (folder, *folder.rglob("*"))]
+        return {(path, stat.st_ino, stat.st_mtime_ns) for path, stat in found}
+
+    before = run_cli(demo_home, "models"), files()
     run_cli(demo_home, "demo")
-    assert time.monotonic() - started < 60  # the conversion alone takes longer than all of this
-    assert run_cli(demo_home, "models") == before
+    assert (run_cli(demo_home, "models"), files()) == before
 
 
 def blocks(document: str, language: str, containing: str) -> list[str]:
@@ -446,13 +451,13 @@ def test_readme_curl_and_openai_lines_answer(server: DemoServer) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     ).stdout
     assert "Paris" in json.loads(shown)["choices"][0]["message"]["content"]
     (code,) = blocks("README.md", "python", "from openai import OpenAI")
     code = code.replace("http://127.0.0.1:8000", server.url)
     shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout
     (promised,) = re.findall(r"print\(.*\)  # (.*)", code)
     assert shown.strip() == promised
@@ -481,7 +486,7 @@ def test_readme_registration_with_the_cli_and_with_plain_mlflow(
         cwd=work,
         env=environment(own) | {"MLFLOW_TRACKING_URI": f"sqlite:///{own / 'mlflow.db'}"},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     assert "by-mlflow@1" in run_cli(own, *models)
 
@@ -492,7 +497,7 @@ def test_readme_chat_streams_in_the_terminal(server: DemoServer) -> None:
         input="/adapter pirate\nWhat is the capital of France?\n/quit\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,10 +118,8 @@ def test_a_statement_that_hangs_ends_at_the_servers_limit(postgres: Postgres, fi
     engine = create_engine(postgres.uri)
     with engine.begin() as locking:
         locking.execute(text("LOCK TABLE registered_models IN ACCESS EXCLUSIVE MODE"))
-        began_s = time.monotonic()
         with pytest.raises(RegistryUnavailableError, match="statement timeout"):
             registry.snapshot()
-        assert time.monotonic() - began_s < 30
     engine.dispose()
     registry.snapshot()
 
@@ -134,10 +131,8 @@ def test_a_database_that_takes_a_connection_and_never_answers_is_away_after_the_
     with socket.create_server(("127.0.0.1", 0)) as black_hole:
         uri = f"postgresql+psycopg2://loraplex:pass-word@127.0.0.1:{black_hole.getsockname()[1]}/x"
         registry = Registry(uri, artifact_root=files, timeout_s=2)
-        began_s = time.monotonic()
         with pytest.raises(RegistryUnavailableError, match="timeout expired") as refused:
             registry.snapshot()
-        assert time.monotonic() - began_s < 60
     assert "pass-word" not in str(refused.value)
 
 

@@ -69,7 +69,7 @@ def add_biases(folder: Path) -> None:
 
 @pytest.fixture
 def client(rig: Rig) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rig.url, timeout=60) as connection:
+    with httpx.Client(base_url=rig.url, timeout=180) as connection:
         yield connection
 
 

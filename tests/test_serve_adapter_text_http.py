@@ -98,7 +98,7 @@ def rig(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 
 @pytest.fixture
 def client(rig: Rig) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rig.url, timeout=60) as connection:
+    with httpx.Client(base_url=rig.url, timeout=180) as connection:
         yield connection
 
 

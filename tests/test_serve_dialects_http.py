@@ -58,7 +58,7 @@ def client(rig: Rig) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def http(rig: Rig) -> Iterator[httpx.Client]:
     headers = {"x-api-key": "none", "anthropic-version": "2023-06-01"}
-    with httpx.Client(base_url=rig.url, timeout=60, headers=headers) as connection:
+    with httpx.Client(base_url=rig.url, timeout=180, headers=headers) as connection:
         yield connection
 
 

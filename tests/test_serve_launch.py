@@ -420,7 +420,7 @@ def test_a_base_that_its_engine_refuses_ends_the_command_with_the_reason(tmp_pat
         child = launch.Child(process, tmp_path / "serve.log", tmp_path)
         try:
             with pytest.raises(serve.Failure, match=r"serve\.yaml: args\.models: tiny: its keys\."):
-                serve._run(wanted, child, "token", [], 5.0)
+                serve._run(wanted, child, "token", [], START_S)
         finally:
             process.kill()
             server.shutdown()

@@ -262,7 +262,7 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
 
 
 def num_connected(client: httpx.Client) -> int:
-    """How many engines of the base the ingress sends requests to."""
+    """Returns how many engines of the base the ingress sends requests to."""
     headers = {"authorization": f"Bearer {RIG_TOKEN}"}
     body = {"model": RIG_BASE, "prompt": "abc"}
     answer = client.post("/admin/route", headers=headers, json=body).json()

@@ -38,7 +38,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
     assert frames[0].is_whole
     (engine,) = server.engines
     # The engine is started twice before the request that ends it is given up.
-    async with httpx.AsyncClient(base_url=rig.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=300) as client:
         body = {"model": f"{RIG_BASE}:{RIG_ADAPTER}", "prompt": "abcdefgh", "max_tokens": 5}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         await until(lambda: frames[-1].load.num_steps >= 5)
@@ -53,7 +53,7 @@ async def test_a_replica_attends_an_ingress_until_one_of_them_ends(
         body = {"model": RIG_BASE, "prompt": [CRASH_TOKEN, 1], "max_tokens": 5}
         await client.post("/v1/completions", json=body)
     await until(lambda: lost == [engine])
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while not server.engines:  # Serve starts another replica
             try:
                 await attend(server.address)
@@ -74,7 +74,7 @@ async def test_a_server_that_drains_ends_its_open_stream_and_takes_nothing_new(
     assert _http_host() == "127.0.0.1"
     admin = {"authorization": f"Bearer {RIG_TOKEN}"}
     body = {"model": RIG_BASE, "prompt": "abcdefgh", "max_tokens": 60, "stream": True}
-    async with httpx.AsyncClient(base_url=rig.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=rig.url, timeout=300) as client:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -89,12 +89,12 @@ async def test_a_server_that_drains_ends_its_open_stream_and_takes_nothing_new(
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert sum('"text"' in line for line in rest) >= 50
-    with httpx.Client(timeout=120) as client:
+    with httpx.Client(timeout=300) as client:
         assert drain(client, rig.url, RIG_TOKEN, 120.0, lambda: False)
     serve.delete("api")  # the next module starts its own server
 
 
 async def until_status(client: httpx.AsyncClient, path: str, status: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while (await client.get(path)).status_code != status:
             await asyncio.sleep(0.05)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

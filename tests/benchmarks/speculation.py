@@ -27,13 +27,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
-
-from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
 from engine.core import Engine
@@ -42,22 +40,13 @@ from engine.drafts import Draft, Drafter
 from engine.runner import ModelRunner
 from engine.types import Request, SamplingParams, SpeculationMode
 from engine.types import Sequence as Choice
-from notebooks.demo_adapters import extract, pirate, sql, tools
-from notebooks.demo_adapters.train import chat_template, render
+from tests.benchmarks.demo_questions import ADAPTERS, ADAPTERS_DIR, demo_rounds, prepared_base
 from tests.benchmarks.launch_gaps import LaunchGaps
 from tests.benchmarks.memory_adapters import MemoryReader
 from tests.benchmarks.our_engine import Settings
 from tests.benchmarks.report import emit, emit_machine
 from tests.benchmarks.shapes import SHAPES
 
-ADAPTERS = ("sql", "extract", "tools")
-QUESTIONS = {
-    "sql": sql.held_out_examples,
-    "extract": extract.held_out_examples,
-    "tools": tools.held_out_examples,
-    "base": pirate.held_out_questions,  # free chat: drafts are hardly ever right
-}
-ADAPTERS_DIR = Path("serve_app/cli/demo/adapters")  # of the checkout
 EMBEDDING_SIZE = 16.0  # the standard deviation of its numbers
 RANK = 16  # of the adapters of --shape
 _MATCH_LENGTH = 4  # of a replayed draft: always the same
@@ -233,33 +222,6 @@ def measure(
 def _median(values: Sequence[float]) -> float | None:
     median = statistics.median(values)
     return None if math.isnan(median) else round(median, 3)
-
-
-def demo_prompts(base: Path, adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    template = chat_template(adapter)
-    if template is not None:
-        tokenizer.chat_template = template
-    texts = [render(tokenizer, example) for example in QUESTIONS[adapter](seed, count)]
-    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-
-
-def demo_rounds(base: Path, adapter: str, rounds: int, count: int) -> Iterator[list[Request]]:
-    params = SamplingParams(max_tokens=96, temperature=0.0)
-    for number in range(rounds):
-        prompts = demo_prompts(base, adapter, 100 + number, count)
-        key = None if adapter == "base" else adapter
-        yield [Request(f"{adapter}-{i}", ids, params, key) for i, ids in enumerate(prompts)]
-
-
-def prepared_base() -> Path:
-    """Returns the folder of the demo's base, made where it is missing."""
-    # Only here: it needs MLflow, which a machine that measures a given folder may lack.
-    from serve_app.cli.demo.prepare import base_folder, prepare
-    from serve_app.config import default_home
-
-    prepare(default_home())
-    return base_folder(default_home())
 
 
 def measure_demo(arguments: argparse.Namespace) -> None:

@@ -67,13 +67,14 @@ def relay(
     timer.start()
     lines: list[dict[str, object]] = []
     assert child.stdout is not None
-    for text in child.stdout:
-        line = _parse(text)
-        if line is None:
-            sys.stderr.write(text)
-        else:
-            report.emit(**line)
-            lines.append(line)
+    with child.stdout as output:
+        for text in output:
+            line = _parse(text)
+            if line is None:
+                sys.stderr.write(text)
+            else:
+                report.emit(**line)
+                lines.append(line)
     timer.cancel()
     if child.wait() != 0:
         report.emit(command=list(command[1:]), error=f"exit code {child.returncode}")

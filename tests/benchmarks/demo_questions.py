@@ -18,7 +18,7 @@ QUESTIONS = {
     "tools": tools.held_out_examples,
     "base": pirate.held_out_questions,  # free chat: drafts are hardly ever right
 }
-ADAPTERS_DIR = Path("serve_app/cli/demo/adapters")  # of the checkout
+ADAPTERS_DIR = Path(__file__).parents[2] / "serve_app/cli/demo/adapters"
 
 
 def demo_prompts(base: Path, adapter: str, seed: int, count: int) -> list[tuple[int, ...]]:

@@ -4,7 +4,8 @@ On a CPU, or with `--device cuda`: the demo's base with the adapters sql, extrac
 base itself, on questions that training never saw, greedy; drafts come from earlier text. Variants
 take turns on one runner with the same questions, new ones in each round; the first round is told
 apart, because nothing is learned and no text is known yet. Every answer is compared with that of
-the variant without drafts.
+the variant without drafts. With `--vllm` vLLM runs the same rounds before, with and without drafts
+of n-grams, and the last lines compare the tokens per second.
 
 With `--shape`: random weights of that shape, on a GPU, prompts of random tokens and drafts that are
 right with a fixed probability per token (`--acceptance`), replayed from a run without drafts. All
@@ -15,6 +16,7 @@ rounding of larger steps, which would make all later drafts wrong. `launch_gap_m
 time from the tokens of a step to the launch of the next one, in steps with drafts.
 
     python -m tests.benchmarks.speculation [--concurrency 1,4,16] [--rounds 5] [--threads 1]
+    python -m tests.benchmarks.speculation --device cuda --vllm SITE_PACKAGES --modes off auto
     python -m tests.benchmarks.speculation --shape llama-3-8b --acceptance 0.6,0.8 --distinct 0,32
 """
 
@@ -44,8 +46,17 @@ from tests.benchmarks.demo_questions import ADAPTERS, ADAPTERS_DIR, demo_rounds,
 from tests.benchmarks.launch_gaps import LaunchGaps
 from tests.benchmarks.memory_adapters import MemoryReader
 from tests.benchmarks.our_engine import Settings
-from tests.benchmarks.report import emit, emit_machine
+from tests.benchmarks.report import Report, emit, emit_machine
 from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.speculation_sides import (
+    OURS,
+    Case,
+    Figures,
+    Round,
+    check_site_packages,
+    compare,
+    run_vllm,
+)
 
 EMBEDDING_SIZE = 16.0  # the standard deviation of its numbers
 RANK = 16  # of the adapters of --shape
@@ -227,6 +238,14 @@ def _median(values: Sequence[float]) -> float | None:
 def measure_demo(arguments: argparse.Namespace) -> None:
     base = arguments.model or prepared_base()
     is_cuda = arguments.device == "cuda"
+    cases = [
+        Case(adapter, concurrency, list(demo_rounds(base, adapter, arguments.rounds, count)))
+        for adapter in arguments.workloads.split(",")
+        for concurrency in _numbers(arguments.concurrency)
+        for count in [max(arguments.requests, 2 * concurrency)]
+    ]
+    # First, while no engine of ours has the device's memory.
+    vllm = run_vllm(cases, base, arguments, Report()) if arguments.vllm else {}
     config = EngineConfig(
         model_path=str(base),
         base_digest="speculation",
@@ -241,12 +260,16 @@ def measure_demo(arguments: argparse.Namespace) -> None:
     runner = ModelRunner(config)
     for name in ADAPTERS:
         runner.load_adapter(name, ADAPTERS_DIR / name)
-    for adapter in arguments.workloads.split(","):
-        for concurrency in map(int, arguments.concurrency.split(",")):
-            count = max(arguments.requests, 2 * concurrency)
-            variants = [Variant(mode, config, runner, None) for mode in arguments.modes]
-            rounds = list(demo_rounds(base, adapter, arguments.rounds, count))
-            measure(adapter, variants, rounds, concurrency, None)
+    ours: dict[str, Figures] = {f"{OURS} {mode}": {} for mode in arguments.modes}
+    for case in cases:
+        variants = [Variant(mode, config, runner, None) for mode in arguments.modes]
+        measure(case.workload, variants, case.rounds, case.concurrency, None)
+        for variant in variants:
+            ours[f"{OURS} {variant.mode}"][case.key] = [
+                Round(t.num_tokens, t.seconds, t.outputs) for t in variant.timings
+            ]
+    if vllm:
+        compare(ours | vllm, Report())
 
 
 def measure_shape(arguments: argparse.Namespace) -> None:
@@ -309,7 +332,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", default="sql,extract,tools,base")
     parser.add_argument("--concurrency", default="1,4,16", help="requests at a time")
@@ -326,7 +349,21 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="folder of the demo's base, if not prepared here"
     )
-    arguments = parser.parse_args()
+    parser.add_argument("--vllm", metavar="SITE_PACKAGES", help="folder that holds vLLM")
+    parser.add_argument("--vllm-timeout", type=float, default=400.0, help="seconds a process")
+    return parser
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    arguments = parser.parse_args(given)
+    if arguments.vllm:
+        if arguments.shape is not None or arguments.device != "cuda":
+            parser.error("--vllm: only with --device cuda, without --shape")
+        try:
+            check_site_packages(arguments.vllm)
+        except FileNotFoundError as error:
+            parser.error(str(error))
     if arguments.modes[0] != "off" or not {*arguments.modes} <= {*get_args(SpeculationMode)}:
         parser.error(f"--modes: off, then others of {', '.join(get_args(SpeculationMode))}")
     emit_machine("speculation", arguments=sys.argv[1:])

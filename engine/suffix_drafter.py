@@ -28,6 +28,9 @@ TOKEN_BYTES = 512
 # pointer and an integer each.
 _TEXT_ONLY = TOKEN_BYTES // 36
 _NUM_SEGMENTS = 8  # of the whole index: the part that is dropped at a time
+# Tokens of the index for the memory of a segment without any: some 400 bytes, and as much for its
+# source.
+_SEGMENT_TOKENS = 2
 _MOST_AT_ONCE = 4096  # tokens of a long prompt that one step adds: 3 ms
 _FEW = 32  # tokens, as of a step: they are added one by one, after the next launch
 _PLACE_BITS = 32
@@ -41,7 +44,8 @@ class _Segment:
     places: dict[int, int] = field(default_factory=dict)  # hash of an n-gram -> text and position
     texts: list[list[int]] = field(default_factory=list)  # of sequences; they only grow
     num_tokens: int = 0
-    num_kept: int = 0  # for the rest of texts that have ended, in tokens of the index
+    # For itself and the rest of texts that have ended, in tokens of the index.
+    num_kept: int = _SEGMENT_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +150,9 @@ class SuffixDrafter:
             oldest = self._segments.popleft()
             self.num_tokens -= oldest.num_tokens
             self._num_kept -= oldest.num_kept
+            # A sequence refers to the segment of its newest n-grams, also one that waits for long.
+            oldest.places.clear()
+            oldest.texts.clear()
             self._sources[oldest.source].remove(oldest)
             if not self._sources[oldest.source]:
                 del self._sources[oldest.source]
@@ -153,11 +160,12 @@ class SuffixDrafter:
     def _open_segment(self, source: _Source, count: int) -> _Segment:
         """Returns the source's newest segment, or a new one if that is full. Drops others until
         there is room for so many tokens."""
-        self._make_room(count)
+        self._make_room(count + _SEGMENT_TOKENS)
         segments = self._sources.setdefault(source, [])
         if not segments or segments[-1].num_tokens + count > self.max_tokens // _NUM_SEGMENTS:
             segments.append(_Segment(source))
             self._segments.append(segments[-1])
+            self._num_kept += _SEGMENT_TOKENS
         return segments[-1]
 
 

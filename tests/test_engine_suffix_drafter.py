@@ -147,6 +147,47 @@ def test_the_prompts_that_many_choices_have_each_stay_below_its_bytes() -> None:
         tracemalloc.stop()
 
 
+def test_sequences_that_are_asked_no_more_keep_no_dropped_text() -> None:
+    """Such as preempted ones. Each was asked while another segment was the newest."""
+    bound = MIB
+    draw = random.Random(0)
+    drafter = SuffixDrafter(bound)
+    waiting: list[Sequence] = []
+    tracemalloc.start()
+    try:
+        held, _ = tracemalloc.get_traced_memory()
+        for index in range(80):
+            sequence = sequence_of([draw.randrange(1 << 17) for _ in range(200)])
+            drafter.propose(sequence, 1)
+            if index % 4:
+                drafter.end(sequence)
+            else:
+                waiting.append(sequence)
+                held += 200 * (2 * 8 + 28)  # its own tokens, in the request too
+            assert tracemalloc.get_traced_memory()[0] - held < bound
+    finally:
+        tracemalloc.stop()
+    for sequence in waiting:
+        sequence.token_ids += [1, 2, 3]
+        drafter.propose(sequence, 1)
+        drafter.end(sequence)
+    assert drafter.propose(sequence_of([9, 1, 2]), 1) == Draft((3,), 2)
+
+
+def test_many_salts_with_a_token_each_stay_below_its_bytes() -> None:
+    bound = MIB
+    drafter = SuffixDrafter(bound)
+    tracemalloc.start()
+    try:
+        held, _ = tracemalloc.get_traced_memory()
+        for index in range(2 * bound // TOKEN_BYTES):
+            learn(drafter, [index + 1000, 1], salt=f"{index:032}")
+        assert tracemalloc.get_traced_memory()[0] - held < bound
+    finally:
+        tracemalloc.stop()
+    assert drafter.num_tokens > 0
+
+
 def test_a_prompt_longer_than_the_index_is_taken_in_parts() -> None:
     drafter = SuffixDrafter(100 * TOKEN_BYTES)
     sequence = sequence_of(list(range(5000)))

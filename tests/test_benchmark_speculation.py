@@ -23,6 +23,7 @@ from tests.benchmarks.speculation_sides import (
     run_vllm,
     write_plain_adapter,
 )
+from tests.benchmarks.suffix_drafts import main as measure_suffix_drafts
 from tests.fakes import FakeRunner, make_config, make_request
 
 # As much of vLLM as `speculation_vllm` calls: a request is answered in two steps by its prompt
@@ -211,3 +212,26 @@ def test_a_folder_without_vllm_is_refused_before_anything_runs(
     captured = capsys.readouterr()
     assert words in captured.err
     assert not captured.out
+
+
+def test_the_cost_of_drafts_is_measured_for_each_number_of_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    budget = 300_000
+    measure_suffix_drafts(
+        ["--out", str(out), "--budget", str(budget), "--sequences", "[1, 3]", "--proposals", "60"]
+    )
+    capsys.readouterr()
+    first, *lines, last = map(json.loads, out.read_text().splitlines())
+    assert first["benchmark"] == "suffix_drafts"
+    times = [line for line in lines if line["part"] == "times"]
+    assert [(line["sequences"], line["steps"]) for line in times] == [(1, 60), (3, 20)]
+    assert all(line["propose_us_a_step"]["p50"] > 0 for line in times)
+    held = {line["work"]: line for line in lines if line["part"] == "bytes"}
+    assert list(held) == ["ended", "waiting", "many_salts"]
+    for line in held.values():
+        # Enough text that some was dropped, and what is left is below the budget.
+        assert 0 < line["held_bytes"] <= line["most_bytes"] < budget
+        assert line["pass"]
+    assert "pass" in last

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from engine.types import Request, SamplingParams
 from notebooks.demo_adapters import extract, pirate, sql, tools
+from notebooks.demo_adapters.common import Example
 from notebooks.demo_adapters.train import chat_template, render
 
 ADAPTERS = ("sql", "extract", "tools")
-QUESTIONS = {
+QUESTIONS: dict[str, Callable[[int, int], Sequence[Example]]] = {
     "sql": sql.held_out_examples,
     "extract": extract.held_out_examples,
     "tools": tools.held_out_examples,

@@ -4,7 +4,9 @@
 
 Groups go in pairs: a byte holds column j of an even group in its low half and column j of the odd
 group behind it in its high half, so that one load of bytes gives two runs of columns, each as long
-as a group, beside two runs of the activations. Scales and zero points of a pair lie beside each
+as a group, beside two runs of the activations. Of 16 columns, column 8 i + 2 t + j is at place
+4 t + 2 j + i: a word of four bytes then holds what thread t of an mma multiplies, and a shift and a
+mask take two neighbouring columns out of it. Scales and zero points of a pair lie beside each
 other, the rows of a matrix one after another, where a program reads all of its rows in one go.
 No value is rounded: the values are those of the files. Uses tensors only.
 """
@@ -119,7 +121,7 @@ class Int4Rows:
         """Returns the rows unpacked."""
         size, columns = self.group_size, self.columns
         groups = -(-columns // size)
-        numbers = self.values.view(-1, self.values.shape[1] // size, size)
+        numbers = _in_columns(self.values).view(-1, self.values.shape[1] // size, size)
         q = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)[:, :columns]
         scales = self.scales.transpose(0, 1).flatten(1)[:, :groups]
         zeros = None
@@ -141,7 +143,7 @@ class Int4Rows:
         q = rows.q.to(self.device)
         q = torch.nn.functional.pad(q, (0, 2 * pairs * size - q.shape[1]), value=MIDDLE)
         even, odd = q.reshape(-1, pairs, 2, size).unbind(2)
-        self.values.copy_((even | (odd << 4)).flatten(1))
+        self.values.copy_(_in_places((even | (odd << 4)).flatten(1)))
         scales = self.scales.new_zeros(len(q), 2 * pairs)
         scales[:, : rows.scales.shape[1]] = rows.scales
         self.scales.copy_(scales.view(-1, pairs, 2).transpose(0, 1))
@@ -164,6 +166,18 @@ class Int4Rows:
         for first in range(0, self.shape[0], rows):
             part = weight[first : first + rows]
             self[first : first + rows].write_(nearest(part, self.group_size, self.scales.dtype))
+
+
+def _in_places(columns: torch.Tensor) -> torch.Tensor:
+    """Returns bytes [rows, pairs * group size] in the order in which they are stored."""
+    words = columns.view(len(columns), columns.shape[1] // 16, 2, 4, 2)  # i, t, j
+    return words.permute(0, 1, 3, 4, 2).reshape(columns.shape)
+
+
+def _in_columns(places: torch.Tensor) -> torch.Tensor:
+    """Returns stored bytes in the order of their columns."""
+    words = places.view(len(places), places.shape[1] // 16, 4, 2, 2)  # t, j, i
+    return words.permute(0, 1, 4, 2, 3).reshape(places.shape)
 
 
 def empty_int4(rows: int, columns: int, form: Int4Format, device: torch.device) -> Int4Rows:

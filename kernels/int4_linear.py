@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.backend import uses_triton
+from kernels.backend import is_hopper, uses_triton
 from kernels.few_rows import HALF_TYPES
 from kernels.int4 import Int4Rows
 from kernels.matrix import dense_linear
 
 MAX_MID_ROWS = 128
+MAX_WIDE_ROWS = 256  # on Hopper
 _CHUNK = 16 * 1024 * 1024  # elements of W that the reference has in float32 at a time
 
 
@@ -28,13 +29,23 @@ def int4_linear_many(
     if not uses_triton(x):
         return reference_product(x, weight, bias)
     rows = sorted_columns(x, weight)
-    if rows.shape[0] <= MAX_MID_ROWS and x.dtype in HALF_TYPES:
-        from kernels.triton_int4_mid import launch_int4_mid
+    if x.dtype in HALF_TYPES:
+        if rows.shape[0] <= MAX_WIDE_ROWS and is_hopper(rows) and _can_be_fetched(rows):
+            from kernels.gluon_int4_linear import launch_int4_wide
 
-        return launch_int4_mid(rows, weight, bias)
+            return launch_int4_wide(rows, weight, bias)
+        if rows.shape[0] <= MAX_MID_ROWS:
+            from kernels.triton_int4_mid import launch_int4_mid
+
+            return launch_int4_mid(rows, weight, bias)
     from kernels.triton_int4 import launch_write_out
 
     return dense_linear(rows, launch_write_out(weight, x.dtype), bias)
+
+
+def _can_be_fetched(x: torch.Tensor) -> bool:
+    """Returns True if the bulk copy engine reads the rows, which begin at multiples of 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def sorted_columns(x: torch.Tensor, weight: Int4Rows) -> torch.Tensor:

@@ -15,42 +15,44 @@ import triton.language as tl
 from kernels.int4 import Int4Rows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 
-
-def _assembly(kind: str, one: str, magic: str) -> tl.constexpr:
-    """Returns the code that turns four bytes $4 and the numbers to add, $5 and $6 for the low and
-    $7 and $8 for the high halves, into the pairs $0, $1 and $2, $3."""
-    return tl.constexpr(f"""{{
-        .reg .b32 a, b, one, mask, magic;
-        mov.b32 one, {one};
-        mov.b32 mask, 0x000F000F;
-        mov.b32 magic, {magic};
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        lop3.b32 $0, a, mask, magic, 0xEA;
-        lop3.b32 $1, b, mask, magic, 0xEA;
-        fma.rn.{kind} $0, $0, one, $5;
-        fma.rn.{kind} $1, $1, one, $6;
-        shr.u32 a, a, 4;
-        shr.u32 b, b, 4;
-        lop3.b32 $2, a, mask, magic, 0xEA;
-        lop3.b32 $3, b, mask, magic, 0xEA;
-        fma.rn.{kind} $2, $2, one, $7;
-        fma.rn.{kind} $3, $3, one, $8;
-    }}""")
+_ONE_AND_MAGIC = {"bf16x2": ("0x3F803F80", "0x43004300"), "f16x2": ("0x3C003C00", "0x64006400")}
 
 
-_BF16 = _assembly("bf16x2", "0x3F803F80", "0x43004300")
-_FP16 = _assembly("f16x2", "0x3C003C00", "0x64006400")
+def unpacking(kind: str, halves: tuple[int, ...]) -> str:
+    """Returns the code that turns a word of four bytes into pairs of columns, those in the low
+    halves (0), in the high ones (1) or both. Its operands: two outputs for each half, the word, and
+    two numbers to add for each."""
+    one, magic = _ONE_AND_MAGIC[kind]
+    count = 2 * len(halves)
+    code = [
+        ".reg .b32 a, one, mask, magic;",
+        f"mov.b32 one, {one};",
+        "mov.b32 mask, 0x000F000F;",
+        f"mov.b32 magic, {magic};",
+    ]
+    for number in range(count):
+        shift = 4 * halves[number // 2] + 8 * (number % 2)
+        code += [
+            f"shr.u32 a, ${count}, {shift};",
+            "lop3.b32 a, a, mask, magic, 0xEA;",
+            f"fma.rn.{kind} ${number}, a, one, ${count + 1 + number};",
+        ]
+    return "{" + " ".join(code) + "}"
+
+
+_BF16 = tl.constexpr(unpacking("bf16x2", (0, 1)))
+_FP16 = tl.constexpr(unpacking("f16x2", (0, 1)))
 _OPERANDS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
 
 
 @triton.jit
 def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Returns q - zero of the low and of the high halves of w [..., n, k] uint8, in TYPE, bfloat16
-    or float16. zero_0, zero_1: [..., n, 1] float32, 0 to 15."""
+    """Returns q - zero of the low and of the high halves of w [b, n, k] uint8, in TYPE, bfloat16 or
+    float16, the columns in the order of `thread_order`. zero_0, zero_1: [b, n, 1] float32, 0 to
+    15."""
     if UPCAST:
-        low = ((w & 15).to(tl.float32) - zero_0).to(TYPE)
-        high = ((w >> 4).to(tl.float32) - zero_1).to(TYPE)
+        low = _paired(((w & 15).to(tl.float32) - zero_0).to(TYPE))
+        high = _paired(((w >> 4).to(tl.float32) - zero_1).to(TYPE))
     elif tl.bfloat16 == TYPE:
         add_0 = tl.broadcast_to((-128.0 - zero_0).to(TYPE), w.shape)
         add_1 = tl.broadcast_to((-128.0 - zero_1).to(TYPE), w.shape)
@@ -64,6 +66,38 @@ def unpack_pair(w, zero_0, zero_1, TYPE: tl.constexpr, UPCAST: tl.constexpr):
             _FP16, _OPERANDS, [w, add_0, add_1], (tl.float16, tl.float16), True, 4
         )
     return low, high
+
+
+@triton.jit
+def _paired(w):
+    """Returns the numbers of each word [b, n, k] as the assembly does: neighbouring columns in
+    pairs."""
+    B: tl.constexpr = w.shape[0]
+    ROWS: tl.constexpr = w.shape[1]
+    K: tl.constexpr = w.shape[2]
+    words = tl.reshape(w, [B, ROWS, K // 4, 2, 2])
+    return tl.reshape(tl.permute(words, (0, 1, 2, 4, 3)), [B, ROWS, K])
+
+
+@triton.jit
+def thread_order(x):
+    """Returns x [b, k, tokens] with its columns in the order of unpacked ones: of 16, those that a
+    thread of an mma multiplies are neighbours. It moves values between registers' names only."""
+    B: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    TOKENS: tl.constexpr = x.shape[2]
+    words = tl.reshape(x, [B, K // 16, 2, 4, 2, TOKENS])
+    return tl.reshape(tl.permute(words, (0, 1, 3, 2, 4, 5)), [B, K, TOKENS])
+
+
+@triton.jit
+def _in_columns(w):
+    """Returns stored numbers [rows, pairs, GROUP] in the order of their columns."""
+    ROWS: tl.constexpr = w.shape[0]
+    PAIRS: tl.constexpr = w.shape[1]
+    GROUP: tl.constexpr = w.shape[2]
+    words = tl.reshape(w, [ROWS, PAIRS, GROUP // 16, 4, 2, 2])
+    return tl.reshape(tl.permute(words, (0, 1, 2, 5, 3, 4)), [ROWS, PAIRS, GROUP])
 
 
 @triton.jit
@@ -109,7 +143,7 @@ def _write_out_kernel(
     mask = (names < end) & (pairs < PAIRS)
     places = tl.arange(0, GROUP)[None, None, :]
     at = (names * PAIRS + pairs)[:, :, None] * GROUP + places
-    w = tl.load(values_ptr + at, mask=mask[:, :, None], other=0)
+    w = _in_columns(tl.load(values_ptr + at, mask=mask[:, :, None], other=0))
     even, odd = read_scales(scales_ptr + pairs * N + names, mask, IN_HALF)
     zero_0, zero_1 = tl.full(mask.shape, 8.0, tl.float32), tl.full(mask.shape, 8.0, tl.float32)
     if HAS_ZEROS:
@@ -128,8 +162,35 @@ def _write_out_kernel(
     tl.store(out_at + GROUP, high.to(type), mask=live & (column + GROUP < K))
 
 
-_launch = Launcher(_write_out_kernel, launch_pdl=OVERLAPS)
+@triton.jit(do_not_specialize=["num_tokens"])
+def _int4_sum_kernel(
+    sums_ptr,  # [SPLITS, T, N]
+    bias_ptr,  # [N]
+    y_ptr,  # [T, N]
+    num_tokens,
+    N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    start_dependents(OVERLAPPED)
+    row = tl.program_id(1).to(tl.int64)
+    names = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = names < N
+    wait_for_inputs(OVERLAPPED)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(sums_ptr + (split * num_tokens + row) * N + names, mask=exists, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * N + names, acc.to(y_ptr.dtype.element_ty), mask=exists)
+
+
+_launch_write_out = Launcher(_write_out_kernel, launch_pdl=OVERLAPS)
+_launch_sum = Launcher(_int4_sum_kernel, launch_pdl=OVERLAPS)
 _WRITE_N, _WRITE_COLUMNS = 16, 512
+_SUM_BLOCK = 1024
 
 
 def pointers(weight: Int4Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,7 +211,7 @@ def launch_write_out(
     out = torch.empty((end - first, width), dtype=dtype, device=weight.device)
     block_p = max(1, _WRITE_COLUMNS // (2 * weight.group_size))
     pairs = weight.scales.shape[0]
-    _launch(
+    _launch_write_out(
         (-(-pairs // block_p), -(-(end - first) // _WRITE_N), 1),
         (*pointers(weight), out),
         (),
@@ -169,3 +230,16 @@ def launch_write_out(
         4,
     )
     return out
+
+
+def add_parts(sums: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """Writes the sums of the parts [parts, T, N] float32, in their order, and the bias to y
+    [T, N]."""
+    splits, num_tokens, height = sums.shape
+    _launch_sum(
+        (-(-height // _SUM_BLOCK), num_tokens, 1),
+        (sums, y if bias is None else bias, y),
+        (),
+        (num_tokens, height, bias is not None, splits, _SUM_BLOCK, OVERLAPS),
+        4,
+    )

@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.few_rows import FEW_ROWS
 from kernels.int4 import Int4Rows
-from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
+from kernels.triton_int4 import pointers, read_scales, read_zeros, thread_order, unpack_pair
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 from kernels.triton_linear_few import SHORT_CHUNK, ShrinkBeside, no_shrink, shrink_unit
 
@@ -80,8 +80,8 @@ def _walk_int4(
             zeros_at = zeros_ptr + (pair // 4)[:, None] * N + names[None, :]
             zero_0, zero_1 = read_zeros(zeros_at, pair[:, None], exists)
         low, high = unpack_pair(w, zero_0[:, :, None], zero_1[:, :, None], TYPE, UPCAST)
-        acc += _dot(low, x_0, UPCAST) * scale_0[:, :, None]
-        acc += _dot(high, x_1, UPCAST) * scale_1[:, :, None]
+        acc += _dot(low, thread_order(x_0), UPCAST) * scale_0[:, :, None]
+        acc += _dot(high, thread_order(x_1), UPCAST) * scale_1[:, :, None]
     return tl.sum(acc, axis=0)
 
 

@@ -1,13 +1,10 @@
-"""The Triton kernel of a 4-bit `linear` for 9 to 128 rows.
+"""The Triton kernel of a 4-bit `linear` for 9 to 128 rows, where `gluon_int4_linear` does not run.
 
 The tensor cores' tall side is the weight, the tokens, 64 at most in a tile, are the narrow one. A
 program has 64 rows of the weight; its warps have 16 of their own, one batch of a dot over rows, and
 share the activations. With 32 rows a warp, whose activations are half as many bytes of the
 second-level cache, registers are short: 116 us for the four products of a layer of Llama-3-8B with
-32 tokens on an H200, 93 with 16 rows, 123 in bfloat16. A dot of two
-dimensions (`MidTile.is_wide`) is Hopper's wide product with its left side in registers: a quarter
-fewer instructions for 64 tokens, but ptxas before 13.3 can compile it wrongly in a pipelined loop,
-so no tile of `tile_for` has it.
+32 tokens on an H200, 93 with 16 rows, 123 in bfloat16.
 
 Narrow outputs have too few programs to fill the device; they split K into SPLITS parts, whose sums
 a second launch adds up in their order. The parts follow the shape of the weight, so that a row's
@@ -24,14 +21,20 @@ import triton.language as tl
 
 from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.int4 import Int4Rows
-from kernels.triton_int4 import pointers, read_scales, read_zeros, unpack_pair
+from kernels.triton_int4 import (
+    add_parts,
+    pointers,
+    read_scales,
+    read_zeros,
+    thread_order,
+    unpack_pair,
+)
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
 
 MAX_TILE = 64  # tokens
 _FILLING = 132  # programs: one for each multiprocessor of an H100
 _MAX_SPLITS = 8
 _LEAST_COLUMNS = 512  # of a split
-_SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,6 @@ class MidTile:
     num_warps: int
     stages: int  # of the pipeline
     step: int = 64  # columns of a group at a time: the fragments of 64 tokens are 64 registers
-    is_wide: bool = False  # a dot of two dimensions over all rows, on Hopper the wide product
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -67,7 +69,6 @@ def _int4_mid_kernel(
     SPLITS: tl.constexpr,
     PART: tl.constexpr,  # pairs of a split
     STEP: tl.constexpr,  # columns of a group at a time
-    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -78,16 +79,12 @@ def _int4_mid_kernel(
     split = tl.program_id(2)
     tokens, places = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, STEP)
     names = tl.program_id(1) * (WARPS * ROWS) + tl.arange(0, WARPS * ROWS)
-    if not WIDE:
-        names = tl.reshape(names, [WARPS, ROWS])
+    names = tl.reshape(names, [WARPS, ROWS])
     live, exists = tokens < num_tokens, names < N
-    w_at = values_ptr + _behind(names.to(tl.int64) * PAIRS * GROUP, WIDE) + places
+    w_at = values_ptr + (names.to(tl.int64) * PAIRS * GROUP)[:, :, None] + places
     x_at = x_ptr + tokens[None, :].to(tl.int64) * STRIDE_X + places[:, None]
     wait_for_inputs(OVERLAPPED)
-    if WIDE:
-        acc = tl.zeros([WARPS * ROWS, TILE], dtype=tl.float32)
-    else:
-        acc = tl.zeros([WARPS, ROWS, TILE], dtype=tl.float32)
+    acc = tl.zeros([WARPS, ROWS, TILE], dtype=tl.float32)
     STEPS: tl.constexpr = GROUP // STEP  # of a pair
     end = tl.minimum((split + 1) * PART, PAIRS) * STEPS
     for step in tl.range(split * PART * STEPS, end, num_stages=STAGES):
@@ -102,72 +99,38 @@ def _int4_mid_kernel(
         if N % (WARPS * ROWS) == 0:
             w = tl.load(w_at + step * STEP)
         else:
-            w = tl.load(w_at + step * STEP, mask=_behind(exists, WIDE), other=0)
+            w = tl.load(w_at + step * STEP, mask=exists[:, :, None], other=0)
         scale_0, scale_1 = read_scales(scales_ptr + pair * N + names, exists, IN_HALF)
         zero_0 = tl.full(names.shape, 8.0, tl.float32)
         zero_1 = zero_0
         if HAS_ZEROS:
             zero_0, zero_1 = read_zeros(zeros_ptr + pair // 4 * N + names, pair, exists)
-        zero_0, zero_1 = _behind(zero_0, WIDE), _behind(zero_1, WIDE)
-        low, high = unpack_pair(w, zero_0, zero_1, TYPE, UPCAST)
-        acc += _dot(low, x_0, WARPS, STEP, TILE, WIDE, UPCAST) * _behind(scale_0, WIDE)
-        acc += _dot(high, x_1, WARPS, STEP, TILE, WIDE, UPCAST) * _behind(scale_1, WIDE)
+        low, high = unpack_pair(w, zero_0[:, :, None], zero_1[:, :, None], TYPE, UPCAST)
+        acc += _dot(low, x_0, UPCAST) * scale_0[:, :, None]
+        acc += _dot(high, x_1, UPCAST) * scale_1[:, :, None]
     if SPLITS == 1:
         if HAS_BIAS:
             bias = tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
-            acc += _behind(bias, WIDE)
+            acc += bias[:, :, None]
     else:
         y_ptr += split.to(tl.int64) * num_tokens * N
-    at = y_ptr + tokens.to(tl.int64) * N + _behind(names, WIDE)
-    mask = live & _behind(exists, WIDE)
+    at = y_ptr + tokens.to(tl.int64) * N + names[:, :, None]
+    mask = live & exists[:, :, None]
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _behind(values, WIDE: tl.constexpr):
-    """Returns the values of rows with one more dimension behind."""
-    return tl.expand_dims(values, 1 if WIDE else 2)
-
-
-@triton.jit
-def _dot(
-    w, x, WARPS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    if not WIDE:
-        x = tl.broadcast_to(x[None, :, :], [WARPS, STEP, TILE])
+def _dot(w, x, UPCAST: tl.constexpr):
+    """Multiplies w [warps, rows, k] by x [k, tokens]."""
+    WARPS: tl.constexpr = w.shape[0]
+    x = tl.broadcast_to(x[None, :, :], [WARPS, x.shape[0], x.shape[1]])
+    x = thread_order(x)
     if UPCAST:
         return tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee")
     return tl.dot(w, x)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _int4_sum_kernel(
-    sums_ptr,  # [SPLITS, T, N]
-    bias_ptr,  # [N]
-    y_ptr,  # [T, N]
-    num_tokens,
-    N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    start_dependents(OVERLAPPED)
-    row = tl.program_id(1).to(tl.int64)
-    names = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = names < N
-    wait_for_inputs(OVERLAPPED)
-    acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(sums_ptr + (split * num_tokens + row) * N + names, mask=exists, other=0.0)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * N + names, acc.to(y_ptr.dtype.element_ty), mask=exists)
-
-
 _launch_product = Launcher(_int4_mid_kernel, launch_pdl=OVERLAPS)
-_launch_sum = Launcher(_int4_sum_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_int4_mid(
@@ -210,7 +173,6 @@ def launch_int4_mid(
             splits,
             -(-pairs // splits),
             min(weight.group_size, tile.step),
-            tile.is_wide,
             tile.stages,
             IS_INTERPRETED,
             OVERLAPS,
@@ -218,13 +180,7 @@ def launch_int4_mid(
         tile.num_warps,
     )
     if splits > 1:
-        _launch_sum(
-            (-(-height // _SUM_BLOCK), num_tokens, 1),
-            (sums, offsets, y),
-            (),
-            (num_tokens, height, bias is not None, splits, _SUM_BLOCK, OVERLAPS),
-            4,
-        )
+        add_parts(sums, bias, y)
     return y
 
 

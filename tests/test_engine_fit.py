@@ -87,7 +87,7 @@ def test_a_base_in_4_bits_leaves_more_room(tmp_path: Path) -> None:
     kept, wide = estimate_fit(folder, 4 * GIB, "auto"), estimate_fit(folder, 4 * GIB)
     assert kept.weight_bytes < wide.weight_bytes
     assert kept.served_as == (
-        "4 bits in 8 of 8 matrices, the rest bfloat16, Triton's kernels of 4 bits up to 128 "
+        "4 bits in 8 of 8 matrices, the rest bfloat16, Triton's kernels of 4 bits up to 256 "
         "tokens, cuBLAS beyond"
     )
     assert wide.served_as == "dequantized to bfloat16, Triton's and cuBLAS' kernels"

@@ -1,15 +1,16 @@
 """The kernels of 4-bit rows compile without a device into the instructions that they are made for:
-copies that run ahead, unpacking by two halves a time, the tensor cores' narrow products."""
+copies that run ahead, unpacking by two halves a time, the tensor cores' narrow or wide products."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from kernels.backend import HAS_TRITON
+from kernels.backend import HAS_TRITON, traced_for
+from kernels.int4 import Int4Format, empty_int4
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
@@ -17,6 +18,7 @@ pytestmark = [
 ]
 SHAPE = {"K": 4096, "N": 6144, "STRIDE_X": 4096, "HAS_BIAS": True, "UPCAST": False}
 FORM = {"GROUP": 128, "HAS_ZEROS": True, "IN_HALF": True}
+SMALL_FORM = Int4Format(32, torch.bfloat16)
 POINTERS = {"values_ptr": "*u8", "scales_ptr": "*i32", "zeros_ptr": "*i32", "planes_ptr": "*fp32"}
 
 
@@ -40,10 +42,19 @@ def test_more_rows_compile(lanes: int) -> None:
     check(mid("bf16", FORM, lanes), "bf16")
 
 
-def test_a_wide_tile_has_the_wide_product() -> None:
-    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in mid(
-        "bf16", FORM, 64, is_wide=True
-    )
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@pytest.mark.parametrize("form", [Int4Format(128, torch.float16, has_zeros=True), SMALL_FORM])
+def test_hopper_has_the_wide_product(form: Int4Format, shares: int, tokens: int) -> None:
+    ptx = wide(form, shares, tokens)
+    assert f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16" in ptx
+    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "fma.rn.bf16x2" in ptx
+    assert not re.search(r"cvt\.rn\.b?f16\.[us]8", ptx)
+    # A word of the weight is loaded as the fragment that it becomes: no bytes change places.
+    assert "ldmatrix" in ptx
+    assert "prmt.b32" not in ptx
+    assert "shfl.sync" not in ptx.split("wgmma.mma_async")[1]
 
 
 def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
@@ -71,10 +82,25 @@ def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
     return compiled(_int4_few_kernel, dtype, constants | {"N": height}, tile.num_warps)
 
 
-def mid(dtype: str, form: dict[str, object], lanes: int, *, is_wide: bool = False) -> str:
+def wide(form: Int4Format, shares: int, tokens: int) -> str:
+    from kernels.gluon_int4_linear import WideTile, launch_int4_wide
+    from kernels.kernel_compiler import compile_call, targeted
+    from kernels.triton_launch import recorded_calls
+
+    device = torch.device("meta")
+    with traced_for((9, 0)), recorded_calls() as calls:
+        x = torch.empty((tokens, 4096), dtype=torch.bfloat16, device=device)
+        weight = empty_int4(6144, 4096, form, device)
+        launch_int4_wide(x, weight, None, WideTile(shares, 1))
+    (call,) = calls
+    with targeted((9, 0)):
+        return str(compile_call(call).asm["ptx"])
+
+
+def mid(dtype: str, form: dict[str, object], lanes: int) -> str:
     from kernels.triton_int4_mid import _int4_mid_kernel, tile_for
 
-    tile, splits = replace(tile_for(on_hopper=True), is_wide=is_wide), 1
+    tile, splits = tile_for(on_hopper=True), 1
     constants = (
         SHAPE
         | form
@@ -85,7 +111,6 @@ def mid(dtype: str, form: dict[str, object], lanes: int, *, is_wide: bool = Fals
             "SPLITS": splits,
             "PART": 16 // splits,
             "STEP": min(int(str(form["GROUP"])), tile.step),
-            "WIDE": tile.is_wide,
             "STAGES": tile.stages,
             "OVERLAPPED": True,
         }

@@ -10,7 +10,7 @@ import torch
 
 from engine.runner import ModelRunner
 from kernels.int4 import Int4Format, Int4Rows, Integers, empty_int4
-from kernels.int4_linear import MAX_MID_ROWS, int4_linear_many
+from kernels.int4_linear import MAX_MID_ROWS, MAX_WIDE_ROWS, int4_linear_many
 from kernels.linear import linear
 from kernels.triton_int4 import launch_write_out
 from kernels.triton_int4_mid import MidTile, launch_int4_mid
@@ -42,9 +42,12 @@ pytestmark = [
     ),
 ]
 SHAPES = [(6144, 4096), (4096, 14336), (8704, 4096), (48, 80), (208, 576)]
+TYPED_SHAPES = [(torch.bfloat16, shape) for shape in SHAPES] + [
+    (torch.float16, shape) for shape in SHAPES[3:]
+]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 200, 256, 257, 600)
 RANKS = (8, 16, 200, *LACKING, 64)
-# One rounding to bfloat16; of more than MAX_MID_ROWS rows two, the weight's first.
+# One rounding to bfloat16; where the weight is written out two, the weight's first.
 LARGEST_ERROR = 3e-3
 
 
@@ -56,11 +59,11 @@ def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("height", "width"), SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), TYPED_SHAPES)
 def test_a_product_is_that_of_the_values(
-    form: str, dtype: torch.dtype, height: int, width: int
+    form: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
+    height, width = shape
     weight = drawn_rows(height, width, FORMATS[form], "cuda")
     x, bias = drawn(max(ROWS), width).to(dtype), drawn(height).to(dtype)
     wanted = exact_product(x, weight)
@@ -78,11 +81,12 @@ def test_a_row_has_the_same_bits_among_few_rows_and_among_more(
     form: str, height: int, width: int
 ) -> None:
     weight = drawn_rows(height, width, FORMATS[form], "cuda")
-    x = drawn(MAX_MID_ROWS, width)
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    x = drawn(MAX_WIDE_ROWS if on_hopper else MAX_MID_ROWS, width)
     few, many = linear(x[:8], weight, None), linear(x, weight, None)
     for count in range(1, 9):
         assert torch.equal(linear(x[:count], weight, None), few[:count]), count
-    for count in (9, 16, 17, 32, 33, 64, 65, 100):
+    for count in (9, 16, 17, 32, 33, 64, 65, 100, 128):
         assert torch.equal(linear(x[:count], weight, None), many[:count]), count
         assert torch.equal(linear(x[-count:], weight, None), many[-count:]), count
     for count in (1, 8):
@@ -117,23 +121,47 @@ def test_small_integers_are_exact(dtype: torch.dtype) -> None:
         assert torch.equal(y.double(), wanted), count
 
 
-@pytest.mark.parametrize("is_wide", [False, True])
+def small_integers(group_size: int) -> Int4Rows:
+    form = Int4Format(group_size, torch.float16, has_zeros=True)
+    groups = 4096 // group_size
+    q = torch.randint(0, 16, (512, 4096)).to(torch.uint8)
+    zeros = torch.randint(0, 16, (512, groups)).to(torch.uint8)
+    weight = empty_int4(512, 4096, form, torch.device("cuda"))
+    weight.write_(Integers(q, torch.full((512, groups), 0.5), zeros))
+    return weight
+
+
+def with_sums_below_256(count: int) -> torch.Tensor:
+    x = torch.randint(-1, 2, (count, 4096), device="cuda").bfloat16()
+    return x * (torch.rand(count, 4096, device="cuda") < 0.003)
+
+
 @pytest.mark.parametrize("step", [64, 128])
 @pytest.mark.parametrize("shape", [(32, 4), (16, 8)])
-def test_a_tile_of_any_kind_is_exact(is_wide: bool, step: int, shape: tuple[int, int]) -> None:
-    """The wide product, with its left side in registers in a pipelined loop, is one that ptxas
-    before 13.3 may compile wrongly."""
-    form = Int4Format(128, torch.float16, has_zeros=True)
-    q = torch.randint(0, 16, (512, 4096)).to(torch.uint8)
-    zeros = torch.randint(0, 16, (512, 32)).to(torch.uint8)
-    weight = empty_int4(512, 4096, form, torch.device("cuda"))
-    weight.write_(Integers(q, torch.full((512, 32), 0.5), zeros))
+def test_a_tile_of_any_kind_is_exact(step: int, shape: tuple[int, int]) -> None:
+    weight = small_integers(128)
     for count in (9, 32, 64, 200):
-        x = torch.randint(-1, 2, (count, 4096), device="cuda").bfloat16()
-        x *= torch.rand(count, 4096, device="cuda") < 0.003  # sums below 256
+        x = with_sums_below_256(count)
         for splits in (1, 4):
-            tile = MidTile(*shape, 3, step, is_wide=is_wide)
-            y = launch_int4_mid(x, weight, None, tile, splits)
+            y = launch_int4_mid(x, weight, None, MidTile(*shape, 3, step), splits)
+            assert torch.equal(y.double(), exact_product(x, weight)), (count, splits)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper"
+)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_a_wide_tile_of_any_kind_is_exact(shares: int, group_size: int) -> None:
+    """A wide product with its left side in registers is one that ptxas before 13.3 compiles wrongly
+    in a pipelined loop."""
+    from kernels.gluon_int4_linear import WideTile, launch_int4_wide
+
+    weight = small_integers(group_size)
+    for count in (1, 9, 32, 64, 200):
+        x = with_sums_below_256(count)
+        for splits in (1, 3, 4):
+            y = launch_int4_wide(x, weight, None, WideTile(shares, splits))
             assert torch.equal(y.double(), exact_product(x, weight)), (count, splits)
 
 

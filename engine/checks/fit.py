@@ -33,7 +33,7 @@ from engine.parallel.shards import Shard
 from engine.resolved import resolve_fp8, resolve_kv_dtype
 from engine.weights import WeightBuilder
 from kernels.backend import Capability
-from kernels.int4_linear import MAX_MID_ROWS
+from kernels.int4_linear import MAX_MID_ROWS, MAX_WIDE_ROWS
 
 RESERVED_BYTES = 3 * GIB  # of a CUDA device: activations, graphs and libraries
 _MEANT: Capability = (9, 0)  # of a device of which only the memory is given
@@ -123,7 +123,9 @@ def estimate_fit(
         stored_as="plain weights"
         if config.quantization is None
         else f"{config.quantization.words} ({checkpoint.num_quantized} modules)",
-        served_as=_served_as(config, dtype, checkpoint, is_cuda=is_cuda, is_fp8=is_fp8, int4=int4),
+        served_as=_served_as(
+            config, dtype, checkpoint, capability=capability, is_fp8=is_fp8, int4=int4
+        ),
         stored_bytes=checkpoint.num_bytes,
         weight_bytes=weights,
         device=device,
@@ -161,18 +163,20 @@ def _served_as(
     dtype: torch.dtype,
     checkpoint: Checkpoint,
     *,
-    is_cuda: bool,
+    capability: Capability | None,
     is_fp8: bool,
     int4: Int4Forms,
 ) -> str:
+    is_cuda = capability is not None
     name = str(dtype).removeprefix("torch.")
     if is_fp8:
         kernels = "Triton's kernels and torch._scaled_mm" if is_cuda else "torch operations"
         return f"FP8 e4m3, the rest {name}, {kernels}"
     if int4:
         kernels = "torch operations"
-        if is_cuda:
-            kernels = f"Triton's kernels of 4 bits up to {MAX_MID_ROWS} tokens, cuBLAS beyond"
+        if capability is not None:
+            most = MAX_WIDE_ROWS if capability[0] == 9 else MAX_MID_ROWS
+            kernels = f"Triton's kernels of 4 bits up to {most} tokens, cuBLAS beyond"
         return (
             f"4 bits in {len(int4)} of {4 * config.num_layers} matrices, the rest {name}, {kernels}"
         )

@@ -12,8 +12,9 @@ H100's data sheet).
 FP8: `fp8` is all that a layer does, it quantises the rows and multiplies; `fp8_product` has them
 quantised; `scaled_mm` is the library's product at every number of rows. 4 bits, in groups of
 `--group` columns, with zero points after `--zeros`: `int4` is what a layer does, `int4_of_many` the
-kernel of more rows, `write_out` writes the weight in bfloat16 and lets cuBLAS multiply,
-`write_out_parts` does so by parts of 32 MiB, `tinygemm` is torch's `_weight_int4pack_mm`.
+kernel of more rows, `triton` that of machines other than Hopper, `write_out` writes the weight in
+bfloat16 and lets cuBLAS multiply, `write_out_parts` does so by parts of 32 MiB, `tinygemm` is
+torch's `_weight_int4pack_mm`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from kernels import int4_linear, triton_int4_few, triton_int4_mid
+from kernels import int4_linear, triton_int4_few
 from kernels.e4m3 import E4m3Rows, empty_rows, quantize_rows
 from kernels.few_rows import FEW_ROWS
 from kernels.fp8_linear import fp8_linear_many, reference_product
@@ -38,10 +39,11 @@ from kernels.matrix import Matrix
 from kernels.triton_fp8_few import launch_fp8_few
 from kernels.triton_fp8_mid import MAX_ROWS, MidTile, launch_fp8_mid
 from kernels.triton_int4 import launch_write_out
+from kernels.triton_int4_mid import launch_int4_mid
 from tests.benchmarks.report import Report, print_table
 
 SITES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 8, 32, 64, 128, 512, 2048)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
 CACHE_BYTES = 4 * 60e6
 WRITTEN_BYTES = 32 * 1024**2  # of a weight that is written out in parts
 ROUNDS = 15
@@ -69,22 +71,8 @@ INT4_FEW_TILES = tuple(
         (64, 4, 2),
     )
 )
-_Int4Tile = triton_int4_mid.MidTile
-INT4_MID_TILES = tuple(
-    (tile, splits)
-    for tile in (
-        _Int4Tile(32, 4, 3),
-        _Int4Tile(32, 4, 5),
-        _Int4Tile(16, 4, 4),
-        _Int4Tile(16, 8, 3),
-        _Int4Tile(16, 8, 5),
-        _Int4Tile(32, 4, 3, 64, is_wide=True),
-        _Int4Tile(32, 4, 3, 128, is_wide=True),
-        _Int4Tile(16, 8, 3, 64, is_wide=True),
-        _Int4Tile(16, 8, 3, 128, is_wide=True),
-    )
-    for splits in (None, 1, 4, 8)
-)
+# Warpgroups that share rows, parts of K.
+INT4_WIDE_TILES = tuple((shares, splits) for shares in (1, 2, 4) for splits in (1, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +178,10 @@ def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
         for tile in INT4_FEW_TILES if tiles else ():
             name = f"tile_{tile.block_n}x{tile.num_warps}x{tile.stages}"
             yield name, partial(_by_few_tile, tile=tile)
-    elif tiles:
-        for mid, splits in INT4_MID_TILES:
-            kind = "wide" if mid.is_wide else "tile"
-            sizes = f"{mid.rows}x{mid.num_warps}x{mid.stages}x{mid.step}x{splits or 'auto'}"
-            name = f"{kind}_{sizes}"
-            yield name, partial(_by_mid_tile, tile=mid, splits=splits)
+    elif num_rows <= int4_linear.MAX_WIDE_ROWS:
+        yield "triton", lambda data: launch_int4_mid(data.x, data.int4, None)
+        for shares, splits in INT4_WIDE_TILES if tiles else ():
+            yield f"wide_{shares}x{splits}", partial(_by_wide_tile, shares=shares, splits=splits)
 
 
 def write_out(data: Data) -> torch.Tensor:
@@ -224,8 +210,10 @@ def _by_few_tile(data: Data, tile: triton_int4_few.FewTile) -> torch.Tensor:
     return triton_int4_few.launch_int4_few(data.x, data.x, data.int4, None, tile)
 
 
-def _by_mid_tile(data: Data, tile: triton_int4_mid.MidTile, splits: int | None) -> torch.Tensor:
-    return triton_int4_mid.launch_int4_mid(data.x, data.int4, None, tile, splits)
+def _by_wide_tile(data: Data, shares: int, splits: int) -> torch.Tensor:
+    from kernels.gluon_int4_linear import WideTile, launch_int4_wide
+
+    return launch_int4_wide(data.x, data.int4, None, WideTile(shares, splits))
 
 
 def variants(scheme: str, num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:

@@ -1,4 +1,4 @@
-"""The kernel of a 4-bit `linear` for more than few rows on Hopper, in Gluon.
+"""The kernel of a 4-bit `linear` for up to 256 rows on Hopper, in Gluon.
 
 A program has four warpgroups that multiply and a warp that fetches with the bulk copy engine. A
 warpgroup unpacks 64 rows of the weight into registers, the left side of Hopper's wide product
@@ -327,7 +327,7 @@ def launch_int4_wide(
     (num_tokens, width), height = x.shape, weight.shape[0]
     group = weight.group_size
     tile = tile or tile_for(height, weight.scales.shape[0])
-    tokens = min(MAX_TILE, max(16, 1 << (num_tokens - 1).bit_length()))
+    tokens = min(MAX_TILE, max(8, 1 << (num_tokens - 1).bit_length()))
     rows, piece = 256 // tile.shares, min(group, 64)
     stages = min(_STAGE_BYTES // (group * (rows + 4 * tokens)), _MAX_STAGES * 128 // group)
     y = x.new_empty((num_tokens, height))

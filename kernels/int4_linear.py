@@ -1,9 +1,10 @@
 """y = x W^T (+ bias) with W in 4 bits, which stays in 4 bits in memory.
 
-Up to MAX_MID_ROWS rows, kernels unpack the integers in registers; sums are float32, those of a
-group are multiplied by its scale, and the result is rounded once: W is not rounded at all. Beyond,
-W is written out in the type of x, rounded once as a base that is served dequantized, and the
-library multiplies: the bytes of W are then few beside the products. Uses tensors and numbers only.
+Up to MAX_WIDE_ROWS rows on Hopper and MAX_MID_ROWS elsewhere, kernels unpack the integers in
+registers; sums are float32, those of a group are multiplied by its scale, and the result is rounded
+once: W is not rounded at all. Beyond, W is written out in the type of x, rounded once as a base
+that is served dequantized, and the library multiplies: the bytes of W are then few beside the
+products. Uses tensors and numbers only.
 """
 
 from __future__ import annotations

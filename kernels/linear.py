@@ -1,9 +1,9 @@
 """y = x W^T (+ bias), and next to it the adapters' shrink of the same x.
 
 For few rows one kernel of ours does both: there a shrink is as long as a launch, so it runs where x
-is read anyway. For more rows the library's product, then the shrink; in a CUDA graph of decodes the
-two beside each other. All give a row the same y with and without the shrink, to the bit. Uses
-tensors and numbers only.
+is read anyway. For more rows, and for 4 bits on Hopper, the product, then the shrink; in a CUDA
+graph of decodes the two beside each other. All give a row the same y with and without the shrink,
+to the bit. Uses tensors and numbers only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.backend import uses_triton
+from kernels.backend import is_hopper, uses_triton
 from kernels.e4m3 import E4m3Rows, quantize_rows
 from kernels.few_rows import is_few
 from kernels.fp8_linear import fp8_linear_many
@@ -37,7 +37,8 @@ def linear(
 ) -> torch.Tensor:
     """Computes torch's `linear`, up to the order of the sums; for a weight in FP8 see `fp8_linear`,
     for one in 4 bits `int4_linear`."""
-    return _few_product(x, weight, bias) if is_few(x) else _library_product(x, weight, bias)
+    few = _has_few_kernel(x, weight) and is_few(x)
+    return _few_product(x, weight, bias) if few else _library_product(x, weight, bias)
 
 
 def linear_shrink(
@@ -48,7 +49,7 @@ def linear_shrink(
     plan: LoraPlan,
 ) -> tuple[torch.Tensor, Bridge]:
     """Returns `linear` and `lora_shrink`."""
-    if is_few(x, plan):
+    if _has_few_kernel(x, weight) and is_few(x, plan):
         from kernels.triton_linear_few import shrink_beside
 
         shrink = shrink_beside(x, site, plan)
@@ -57,6 +58,11 @@ def linear_shrink(
         return _linear_beside_shrink(x, weight, bias, site, plan)
     y = _library_product(x, weight, bias)
     return y, lora_shrink(x, site, plan)
+
+
+def _has_few_kernel(x: torch.Tensor, weight: Matrix) -> bool:
+    """Returns False for 4 bits on Hopper, whose kernel of more rows is faster for few ones, too."""
+    return not (isinstance(weight, Int4Rows) and is_hopper(x))
 
 
 def _few_product(

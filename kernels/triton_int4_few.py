@@ -1,5 +1,5 @@
-"""The Triton kernel of a 4-bit `linear` for few rows, the shrink beside it as in
-`triton_linear_few`: a walk over the weight, bound by its bytes, a quarter of bfloat16's.
+"""The Triton kernel of a 4-bit `linear` for few rows on machines other than Hopper, the shrink
+beside it as in `triton_linear_few`: a walk over the weight, bound by its bytes.
 
 Integers become floats of 16 bits in registers, exactly, and meet the activations on the tensor
 cores; the sum of a group, float32, is multiplied by its scale. So no weight is rounded,

@@ -1,4 +1,4 @@
-"""The Triton kernel of a 4-bit `linear` for 9 to 128 rows, where `gluon_int4_linear` does not run.
+"""The Triton kernel of a 4-bit `linear` for 9 to 128 rows on machines other than Hopper.
 
 The tensor cores' tall side is the weight, the tokens, 64 at most in a tile, are the narrow one. A
 program has 64 rows of the weight; its warps have 16 of their own, one batch of a dot over rows, and

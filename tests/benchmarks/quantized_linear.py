@@ -11,10 +11,9 @@ H100's data sheet).
 
 FP8: `fp8` is all that a layer does, it quantises the rows and multiplies; `fp8_product` has them
 quantised; `scaled_mm` is the library's product at every number of rows. 4 bits, in groups of
-`--group` columns, with zero points after `--zeros`: `int4` is what a layer does, `int4_of_many` the
-kernel of more rows, `triton` that of machines other than Hopper, `write_out` writes the weight in
-bfloat16 and lets cuBLAS multiply, `write_out_parts` does so by parts of 32 MiB, `tinygemm` is
-torch's `_weight_int4pack_mm`.
+`--group` columns, with zero points after `--zeros`: `int4` is what a layer does, `triton` the
+kernel of machines other than Hopper, `write_out` writes the weight in bfloat16 and lets cuBLAS
+multiply, `write_out_parts` does so by parts of 32 MiB, `tinygemm` is torch's `_weight_int4pack_mm`.
 """
 
 from __future__ import annotations
@@ -173,14 +172,16 @@ def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
     if num_rows > FEW_ROWS:
         yield "write_out_parts", write_out_parts
     yield "tinygemm", tinygemm
-    if num_rows <= FEW_ROWS:
-        yield "int4_of_many", lambda data: int4_linear.int4_linear_many(data.x, data.int4, None)
-        for tile in INT4_FEW_TILES if tiles else ():
-            name = f"tile_{tile.block_n}x{tile.num_warps}x{tile.stages}"
-            yield name, partial(_by_few_tile, tile=tile)
-    elif num_rows <= int4_linear.MAX_WIDE_ROWS:
-        yield "triton", lambda data: launch_int4_mid(data.x, data.int4, None)
-        for shares, splits in INT4_WIDE_TILES if tiles else ():
+    few = num_rows <= FEW_ROWS
+    if num_rows <= int4_linear.MAX_WIDE_ROWS:
+        yield "triton", partial(_by_few_tile, tile=None) if few else _by_mid
+    for tile in INT4_FEW_TILES if tiles and few else ():
+        yield (
+            f"tile_{tile.block_n}x{tile.num_warps}x{tile.stages}",
+            partial(_by_few_tile, tile=tile),
+        )
+    if tiles and num_rows <= int4_linear.MAX_WIDE_ROWS:
+        for shares, splits in INT4_WIDE_TILES:
             yield f"wide_{shares}x{splits}", partial(_by_wide_tile, shares=shares, splits=splits)
 
 
@@ -206,8 +207,12 @@ def tinygemm(data: Data) -> torch.Tensor:
     return torch.ops.aten._weight_int4pack_mm(data.x, packed, data.int4.group_size, scales)
 
 
-def _by_few_tile(data: Data, tile: triton_int4_few.FewTile) -> torch.Tensor:
+def _by_few_tile(data: Data, tile: triton_int4_few.FewTile | None) -> torch.Tensor:
     return triton_int4_few.launch_int4_few(data.x, data.x, data.int4, None, tile)
+
+
+def _by_mid(data: Data) -> torch.Tensor:
+    return launch_int4_mid(data.x, data.int4, None)
 
 
 def _by_wide_tile(data: Data, shares: int, splits: int) -> torch.Tensor:

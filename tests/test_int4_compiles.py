@@ -53,7 +53,8 @@ def test_hopper_has_the_wide_product(form: Int4Format, shares: int, tokens: int)
     assert not re.search(r"cvt\.rn\.b?f16\.[us]8", ptx)
     # A word of the weight is loaded as the fragment that it becomes: no bytes change places.
     assert "ldmatrix" in ptx
-    assert "prmt.b32" not in ptx
+    # Triton 3.6 joins halves of words by this instruction, for the numbers to add.
+    assert {*re.findall(r"prmt\.b32[^;]*, (\S+);", ptx)} <= {"0x5410U", "0x7632U"}
     assert "shfl.sync" not in ptx.split("wgmma.mma_async")[1]
 
 

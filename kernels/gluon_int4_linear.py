@@ -329,6 +329,8 @@ def launch_int4_wide(
     tile = tile or tile_for(height, weight.scales.shape[0])
     tokens = min(MAX_TILE, max(8, 1 << (num_tokens - 1).bit_length()))
     rows, piece = 256 // tile.shares, min(group, 64)
+    # Even with four shares: of an odd number a warpgroup, which takes every other pair, would skip
+    # every other fill of a stage and take the parity of an earlier one for that of its own.
     stages = min(_STAGE_BYTES // (group * (rows + 4 * tokens)), _MAX_STAGES * 128 // group)
     y = x.new_empty((num_tokens, height))
     sums = y

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels.backend import HAS_TRITON, traced_for
-from kernels.int4 import Int4Format, empty_int4
+from kernels.int4 import GROUP_SIZES, Int4Format, empty_int4
+from kernels.kernel_call import KernelCall
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="needs triton"),
@@ -58,6 +59,15 @@ def test_hopper_has_the_wide_product(form: Int4Format, shares: int, tokens: int)
     assert "shfl.sync" not in ptx.split("wgmma.mma_async")[1]
 
 
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_warpgroups_that_take_every_other_pair_skip_no_fill_of_a_stage(
+    group_size: int, tokens: int
+) -> None:
+    call = wide_call(Int4Format(group_size, torch.float16), 4, tokens)
+    assert int(str(dict(call.options)["STAGES"])) % 2 == 0
+
+
 def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
     from kernels.triton_int4_few import WALKED, _int4_few_kernel, tile_for
 
@@ -84,8 +94,15 @@ def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
 
 
 def wide(form: Int4Format, shares: int, tokens: int) -> str:
-    from kernels.gluon_int4_linear import WideTile, launch_int4_wide
     from kernels.kernel_compiler import compile_call, targeted
+
+    call = wide_call(form, shares, tokens)
+    with targeted((9, 0)):
+        return str(compile_call(call).asm["ptx"])
+
+
+def wide_call(form: Int4Format, shares: int, tokens: int) -> KernelCall:
+    from kernels.gluon_int4_linear import WideTile, launch_int4_wide
     from kernels.triton_launch import recorded_calls
 
     device = torch.device("meta")
@@ -94,8 +111,7 @@ def wide(form: Int4Format, shares: int, tokens: int) -> str:
         weight = empty_int4(6144, 4096, form, device)
         launch_int4_wide(x, weight, None, WideTile(shares, 1))
     (call,) = calls
-    with targeted((9, 0)):
-        return str(compile_call(call).asm["ptx"])
+    return call
 
 
 def mid(dtype: str, form: dict[str, object], lanes: int) -> str:

@@ -111,6 +111,9 @@ def measure(
         assert len(answers) == len(requests)
         num_tokens = sum(map(len, answers.values()))
         place = {key: case[key] for key in ("workload", "concurrency")} | {"round": number}
+        # Before the line: whoever reads it finds the answers, also if this process is ended here.
+        with args.answers.open("a") as file:
+            file.write(json.dumps({**place, "answers": answers}) + "\n")
         emit(
             side="vllm",
             speculation="ngram" if args.ngram else "off",
@@ -122,8 +125,6 @@ def measure(
             accepted_tokens=accepted,
             acceptance=round(accepted / drafted, 3) if drafted else None,
         )
-        with args.answers.open("a") as file:
-            file.write(json.dumps({**place, "answers": answers}) + "\n")
 
 
 def main() -> None:

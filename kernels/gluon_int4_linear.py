@@ -40,7 +40,7 @@ MAX_TILE = 64  # tokens
 _ROWS = gl.constexpr(64)  # of the weight, of a warpgroup
 _WARPGROUPS = gl.constexpr(4)
 _MULTIPROCESSORS = 132  # of an H100
-_LEAST_PAIRS = 16  # of groups, of a program that has a part of K
+_LEAST_COLUMNS = 4096  # of a program that has a part of K
 _STAGE_BYTES = 160 * 1024  # of shared memory, of all stages; up to 48 KB are for sums
 _MAX_STAGES = 4  # at 128 columns a group, more where a group has fewer
 # Times by which a program with shared rows takes longer for a row: it reads the tokens more often.
@@ -160,7 +160,7 @@ def _add_group(
     a = _unpack(w, add, HIGH, left)
     none = gl.zeros_like(acc)
     total = warpgroup_mma(a, x_smem.index(x_at).permute((1, 0)), none, use_acc=False, is_async=True)
-    # The left sides are named in the waits: ptxas before 13.1 may reuse their registers earlier.
+    # The left sides are named in the waits: their registers are not free until the products end.
     if PIECES == 2:
         w = w_smem.index(stage * PIECES + 1).slice(BLOCK * _ROWS, _ROWS).load(words)
         b = _unpack(w, add, HIGH, left)
@@ -326,7 +326,7 @@ def launch_int4_wide(
     """Returns y [T, N] in x's type."""
     (num_tokens, width), height = x.shape, weight.shape[0]
     group = weight.group_size
-    tile = tile or tile_for(height, weight.scales.shape[0])
+    tile = tile or tile_for(height, width)
     tokens = min(MAX_TILE, max(8, 1 << (num_tokens - 1).bit_length()))
     rows, piece = 256 // tile.shares, min(group, 64)
     # Even with four shares: of an odd number a warpgroup, which takes every other pair, would skip
@@ -368,9 +368,9 @@ def launch_int4_wide(
     return y
 
 
-def tile_for(height: int, pairs: int) -> WideTile:
-    """Returns the tile of a weight of so many rows and pairs of groups: the one whose programs, in
-    as many rounds as they need, are done first."""
+def tile_for(height: int, width: int) -> WideTile:
+    """Returns the tile of a weight [height, width]: the one whose programs, in as many rounds as
+    they need, are done first."""
 
     def cost(shares: int) -> float:
         rows = 256 // shares
@@ -380,6 +380,6 @@ def tile_for(height: int, pairs: int) -> WideTile:
     shares = min(_COST, key=cost)
     programs = -(-height * shares // 256)
     splits = 1
-    while 2 * splits * programs <= _MULTIPROCESSORS and pairs >= 2 * splits * _LEAST_PAIRS:
+    while 2 * splits * programs <= _MULTIPROCESSORS and width >= 2 * splits * _LEAST_COLUMNS:
         splits *= 2
     return WideTile(shares, splits)

@@ -31,7 +31,7 @@ def int4_linear_many(
         return reference_product(x, weight, bias)
     rows = sorted_columns(x, weight)
     if x.dtype in HALF_TYPES:
-        if rows.shape[0] <= MAX_WIDE_ROWS and is_hopper(rows) and _can_be_fetched(rows):
+        if 0 < rows.shape[0] <= MAX_WIDE_ROWS and is_hopper(rows) and _can_be_fetched(rows):
             from kernels.gluon_int4_linear import launch_int4_wide
 
             return launch_int4_wide(rows, weight, bias)

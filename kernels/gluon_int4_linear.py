@@ -10,7 +10,7 @@ split K, and a second launch adds the parts. All sums have an order that follows
 weight alone, so a row has the same bits among any number of rows.
 
 On an H200 a wide product of 64 rows of the weight by 16, 32 and 64 tokens takes about 30, 36 and 57
-cycles of a multiprocessor, of which the arithmetic is 8, 16 and 32: with 64 tokens the kernel is
+cycles of a multiprocessor, of which the arithmetic is 8, 16 and 32: from 32 tokens on the kernel is
 bound by it, with fewer by the bytes. mma of a warp (16 x 8) is slower from 32 tokens on. Copies by
 cp.async instead of the bulk copy engine take a quarter longer: they need a fence before the
 product, which waits for the copies ahead.

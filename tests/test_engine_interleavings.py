@@ -20,9 +20,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_any_order_of_commands_and_steps_keeps_every_promise(world: World) -> None:
     tally = Tally()
-    run_interleavings(machine_of(world, tally), count=60, seed=1)
-    # Else it would show nothing.
-    assert {what for what in MUST_HAPPEN if not tally.counts[what]} == set()
+    missing = set(MUST_HAPPEN)
+    # The order of sets is another one in each process: with it a seed can miss what is rare.
+    for seed in range(1, 6):
+        run_interleavings(machine_of(world, tally), count=60, seed=seed)
+        missing = {what for what in MUST_HAPPEN if not tally.counts[what]}
+        if not missing:
+            break
+    assert missing == set()  # else it would show nothing
 
 
 async def test_concurrent_callers_that_come_and_go_at_random_are_all_served(world: World) -> None:

@@ -111,7 +111,7 @@ def measure(
         assert len(answers) == len(requests)
         num_tokens = sum(map(len, answers.values()))
         place = {key: case[key] for key in ("workload", "concurrency")} | {"round": number}
-        # Before the line: whoever reads it finds the answers, also if this process is ended here.
+        # Before the line, so that its reader finds them, also if this process is ended in between.
         with args.answers.open("a") as file:
             file.write(json.dumps({**place, "answers": answers}) + "\n")
         emit(

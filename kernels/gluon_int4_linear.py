@@ -33,8 +33,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_attention import async_load, barrier
 from kernels.int4 import Int4Rows
-from kernels.triton_int4 import add_parts, pointers, unpacking
+from kernels.triton_int4 import pointers, scales_of, unpacking
 from kernels.triton_launch import OVERLAPS, launch, start_dependents, wait_for_inputs
+from kernels.triton_split_sum import add_splits
 
 MAX_TILE = 64  # tokens
 _ROWS = gl.constexpr(64)  # of the weight, of a warpgroup
@@ -101,43 +102,43 @@ def _unpack(w, add, HIGH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _scales(word, IN_HALF: gl.constexpr):
-    """Returns the scales of the even and the odd group, float32, from words."""
-    TYPE: gl.constexpr = gl.float16 if IN_HALF else gl.bfloat16
-    even = (word & 0xFFFF).to(gl.uint16).to(TYPE, bitcast=True).to(gl.float32)
-    return even, (word >> 16).to(gl.uint16).to(TYPE, bitcast=True).to(gl.float32)
+def _fetch_weight(
+    w_desc, w_smem, full, stage, first_row, pair, GROUP: gl.constexpr, BYTES: gl.constexpr
+):
+    """Begins to copy a pair of the weight into a stage, which is full after BYTES bytes."""
+    PIECE: gl.constexpr = w_desc.block_type.shape[1]
+    PIECES: gl.constexpr = GROUP // PIECE
+    mbarrier.expect(full.index(stage), BYTES)
+    for i in gl.static_range(PIECES):
+        at = [first_row, pair * GROUP + i * PIECE]
+        async_load(w_desc, at, full.index(stage), w_smem.index(stage * PIECES + i))
 
 
 @gluon.jit
 def _fetch(
     x_desc, w_desc, x_smem, w_smem, full, empty, begin, end, first_row, first_token,
-    GROUP: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, OVERLAPPED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages with pairs of groups: of the weight, then of the tokens, which an earlier
     kernel may still write."""
+    PIECE: gl.constexpr = x_desc.block_type.shape[1]
     PIECES: gl.constexpr = GROUP // PIECE
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     BYTES: gl.constexpr = GROUP * (ROWS + 4 * TOKENS)
     for ahead in gl.static_range(STAGES):
         if begin + ahead < end:
-            mbarrier.expect(full.index(ahead), BYTES)
-            for i in gl.static_range(PIECES):
-                at = [first_row, (begin + ahead) * GROUP + i * PIECE]
-                async_load(w_desc, at, full.index(ahead), w_smem.index(ahead * PIECES + i))
+            _fetch_weight(w_desc, w_smem, full, ahead, first_row, begin + ahead, GROUP, BYTES)
     wait_for_inputs(OVERLAPPED)
     for pair in range(begin, end):
         count = pair - begin
         stage = count % STAGES
         if count >= STAGES:
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            for i in gl.static_range(PIECES):
-                at_w = [first_row, pair * GROUP + i * PIECE]
-                async_load(w_desc, at_w, full.index(stage), w_smem.index(stage * PIECES + i))
+            _fetch_weight(w_desc, w_smem, full, stage, first_row, pair, GROUP, BYTES)
         for i in gl.static_range(2 * PIECES):
-            at_x = [first_token, pair * (2 * GROUP) + i * PIECE]
-            async_load(x_desc, at_x, full.index(stage), x_smem.index(stage * (2 * PIECES) + i))
+            at = [first_token, pair * (2 * GROUP) + i * PIECE]
+            async_load(x_desc, at, full.index(stage), x_smem.index(stage * (2 * PIECES) + i))
 
 
 @gluon.jit
@@ -212,7 +213,7 @@ def _multiply(
     scale_word, zero_word = _read_words(scales_ptr, zeros_ptr, first, rows, N, HAS_ZEROS)
     for pair in range(begin + count, end, STRIDE):
         stage = count % STAGES
-        even, odd = _scales(scale_word, IN_HALF)
+        even, odd = scales_of(scale_word, IN_HALF)
         zeros = zero_word
         ahead = gl.minimum(pair + STRIDE, end - 1)
         scale_word, zero_word = _read_words(scales_ptr, zeros_ptr, ahead, rows, N, HAS_ZEROS)
@@ -310,7 +311,7 @@ def _int4_wide_kernel(
                          bias_ptr, y_ptr, num_tokens, begin, end, first_row, first_token, split, N,
                          HAS_BIAS, GROUP, HAS_ZEROS, IN_HALF, SHARES, STAGES)),
             (_fetch, (x_desc, w_desc, x_smem, w_smem, full, empty, begin, end, first_row,
-                      first_token, GROUP, PIECE, STAGES, OVERLAPPED)),
+                      first_token, GROUP, STAGES, OVERLAPPED)),
         ],
         [4, 4, 4, 1],
         [112, 112, 112, 32],
@@ -364,7 +365,7 @@ def launch_int4_wide(
         launch_pdl=True,
     )
     if tile.splits > 1:
-        add_parts(sums, bias, y)
+        add_splits(sums, bias, y)
     return y
 
 

@@ -22,12 +22,12 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED
 from kernels.e4m3 import E4m3Rows
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_split_sum import add_splits
 
 MAX_ROWS = 128
 BLOCK_K = 128
 _FILLING = 264  # programs: two for each multiprocessor of an H100
 _MAX_SPLITS = 4
-_SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,37 +99,7 @@ def _fp8_mid_kernel(
     tl.store(at, y, mask=live[:, None] & exists[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _fp8_sum_kernel(
-    sums_ptr,  # [SPLITS, T, N]
-    x_scales_ptr,  # [T]
-    w_scales_ptr,  # [N]
-    bias_ptr,  # [N]
-    y_ptr,  # [T, N]
-    num_tokens,
-    N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    start_dependents(OVERLAPPED)
-    row = tl.program_id(1).to(tl.int64)
-    names = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = names < N
-    w_scales = tl.load(w_scales_ptr + names, mask=exists, other=0.0)
-    wait_for_inputs(OVERLAPPED)
-    acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(sums_ptr + (split * num_tokens + row) * N + names, mask=exists, other=0.0)
-    acc = acc * tl.load(x_scales_ptr + row) * w_scales
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * N + names, acc.to(y_ptr.dtype.element_ty), mask=exists)
-
-
 _launch_product = Launcher(_fp8_mid_kernel, launch_pdl=OVERLAPS)
-_launch_sum = Launcher(_fp8_sum_kernel, launch_pdl=OVERLAPS)
 
 
 def launch_fp8_mid(
@@ -151,7 +121,6 @@ def launch_fp8_mid(
     if splits > 1:
         shape = (splits, num_tokens, height)
         sums = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    scales = (rows.scales, weight.scales)
     offsets = weight.scales if bias is None else bias
     _launch_product(
         (-(-height // tile.block_n), splits, 1),
@@ -174,13 +143,7 @@ def launch_fp8_mid(
         tile.num_warps,
     )
     if splits > 1:
-        _launch_sum(
-            (-(-height // _SUM_BLOCK), num_tokens, 1),
-            (sums, *scales, offsets, y),
-            (),
-            (num_tokens, height, bias is not None, splits, _SUM_BLOCK, OVERLAPS),
-            4,
-        )
+        add_splits(sums, bias, y, (rows.scales, weight.scales))
     return y
 
 

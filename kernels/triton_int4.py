@@ -101,13 +101,18 @@ def _in_columns(w):
 
 
 @triton.jit
-def read_scales(at, mask, IN_HALF: tl.constexpr):
-    """Returns the scales of the even and the odd group, float32, from addresses of words. IN_HALF:
-    they are float16, not bfloat16."""
+def scales_of(word, IN_HALF: tl.constexpr):
+    """Returns the scales of the even and the odd group, float32, from words. IN_HALF: they are
+    float16, not bfloat16."""
     TYPE: tl.constexpr = tl.float16 if IN_HALF else tl.bfloat16
-    word = tl.load(at, mask=mask, other=0)
     even = (word & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True).to(tl.float32)
     return even, (word >> 16).to(tl.uint16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def read_scales(at, mask, IN_HALF: tl.constexpr):
+    """Returns the scales of the even and the odd group, float32, from addresses of words."""
+    return scales_of(tl.load(at, mask=mask, other=0), IN_HALF)
 
 
 @triton.jit
@@ -162,35 +167,8 @@ def _write_out_kernel(
     tl.store(out_at + GROUP, high.to(type), mask=live & (column + GROUP < K))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _int4_sum_kernel(
-    sums_ptr,  # [SPLITS, T, N]
-    bias_ptr,  # [N]
-    y_ptr,  # [T, N]
-    num_tokens,
-    N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    start_dependents(OVERLAPPED)
-    row = tl.program_id(1).to(tl.int64)
-    names = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = names < N
-    wait_for_inputs(OVERLAPPED)
-    acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(sums_ptr + (split * num_tokens + row) * N + names, mask=exists, other=0.0)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + names, mask=exists, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * N + names, acc.to(y_ptr.dtype.element_ty), mask=exists)
-
-
-_launch_write_out = Launcher(_write_out_kernel, launch_pdl=OVERLAPS)
-_launch_sum = Launcher(_int4_sum_kernel, launch_pdl=OVERLAPS)
+_launch = Launcher(_write_out_kernel, launch_pdl=OVERLAPS)
 _WRITE_N, _WRITE_COLUMNS = 16, 512
-_SUM_BLOCK = 1024
 
 
 def pointers(weight: Int4Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,7 +189,7 @@ def launch_write_out(
     out = torch.empty((end - first, width), dtype=dtype, device=weight.device)
     block_p = max(1, _WRITE_COLUMNS // (2 * weight.group_size))
     pairs = weight.scales.shape[0]
-    _launch_write_out(
+    _launch(
         (-(-pairs // block_p), -(-(end - first) // _WRITE_N), 1),
         (*pointers(weight), out),
         (),
@@ -230,16 +208,3 @@ def launch_write_out(
         4,
     )
     return out
-
-
-def add_parts(sums: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
-    """Writes the sums of the parts [parts, T, N] float32, in their order, and the bias to y
-    [T, N]."""
-    splits, num_tokens, height = sums.shape
-    _launch_sum(
-        (-(-height // _SUM_BLOCK), num_tokens, 1),
-        (sums, y if bias is None else bias, y),
-        (),
-        (num_tokens, height, bias is not None, splits, _SUM_BLOCK, OVERLAPS),
-        4,
-    )

@@ -22,7 +22,6 @@ import triton.language as tl
 from kernels.backend import IS_INTERPRETED, is_hopper
 from kernels.int4 import Int4Rows
 from kernels.triton_int4 import (
-    add_parts,
     pointers,
     read_scales,
     read_zeros,
@@ -30,6 +29,7 @@ from kernels.triton_int4 import (
     unpack_pair,
 )
 from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for_inputs
+from kernels.triton_split_sum import add_splits
 
 MAX_TILE = 64  # tokens
 _FILLING = 132  # programs: one for each multiprocessor of an H100
@@ -180,7 +180,7 @@ def launch_int4_mid(
         tile.num_warps,
     )
     if splits > 1:
-        add_parts(sums, bias, y)
+        add_splits(sums, bias, y)
     return y
 
 

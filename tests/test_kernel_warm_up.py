@@ -315,7 +315,7 @@ def test_an_engine_in_fp8_has_products_of_its_own() -> None:
         "_quantize_rows_kernel": 2,
         "_fp8_few_kernel": 8,
         "_fp8_mid_kernel": 16,
-        "_fp8_sum_kernel": 2,
+        "_split_sum_kernel": 2,
     }
 
 
@@ -340,7 +340,7 @@ def test_an_engine_in_4_bits_has_products_of_its_own() -> None:
     # planes of another number.
     assert Counter(new) == {
         "_int4_wide_kernel": 16,
-        "_int4_sum_kernel": 1,
+        "_split_sum_kernel": 1,
         "_write_out_kernel": 4,
         "_lora_add_rms_norm_kernel": 2,
     }
@@ -350,7 +350,7 @@ def test_an_engine_in_4_bits_has_products_of_its_own() -> None:
     assert Counter(new) == {
         "_int4_few_kernel": 8,
         "_int4_mid_kernel": 12,
-        "_int4_sum_kernel": 2,
+        "_split_sum_kernel": 2,
         "_write_out_kernel": 4,
     }
     assert traced("llama-3-8b-gptq") == traced("llama-3-8b")

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.backend import IS_INTERPRETED, is_hopper
+from kernels.backend import IS_INTERPRETED
 from kernels.few_rows import FEW_ROWS
 from kernels.int4 import Int4Rows
 from kernels.triton_int4 import pointers, read_scales, read_zeros, thread_order, unpack_pair
@@ -27,7 +27,6 @@ from kernels.triton_launch import OVERLAPS, Launcher, start_dependents, wait_for
 from kernels.triton_linear_few import SHORT_CHUNK, ShrinkBeside, no_shrink, shrink_unit
 
 WALKED = 128  # bytes of a row that a warp reads at a time
-_MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,9 @@ class FewTile:
     block_n: int
     num_warps: int
     stages: int
+
+
+TILE = FewTile(32, 4, 2)  # 33 KB of shared memory
 
 
 @triton.jit
@@ -171,7 +173,7 @@ def launch_int4_few(
     rows: torch.Tensor,
     weight: Int4Rows,
     bias: torch.Tensor | None,
-    tile: FewTile | None = None,
+    tile: FewTile = TILE,
     shrink: ShrinkBeside | None = None,
 ) -> torch.Tensor:
     """Maps x [T, K], and the same with columns in the order of the weight's, to y [T, N], T at most
@@ -180,7 +182,6 @@ def launch_int4_few(
     assert rows.stride(1) == 1
     height, width = weight.shape
     y = x.new_empty((x.shape[0], height))
-    tile = tile or tile_for(height, on_hopper=is_hopper(x))
     shrink = shrink or no_shrink(x, y)
     values, scales, zeros = pointers(weight)
     warps = tile.num_warps
@@ -211,12 +212,3 @@ def launch_int4_few(
         warps,
     )
     return y
-
-
-def tile_for(height: int, *, on_hopper: bool) -> FewTile:
-    """Returns the tile of a weight of so many rows: eight warps where there is at most one program
-    for each multiprocessor. They need up to 200 KB of shared memory, four warps half of that;
-    elsewhere than on Hopper 67 KB must do."""
-    if not on_hopper:
-        return FewTile(32, 4, 2)
-    return FewTile(32, 8 if height <= 32 * _MULTIPROCESSORS else 4, 3)

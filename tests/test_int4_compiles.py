@@ -69,9 +69,9 @@ def test_warpgroups_that_take_every_other_pair_skip_no_fill_of_a_stage(
 
 
 def few(dtype: str, form: dict[str, object], height: int = 28672) -> str:
-    from kernels.triton_int4_few import WALKED, _int4_few_kernel, tile_for
+    from kernels.triton_int4_few import TILE, WALKED, _int4_few_kernel
 
-    group, tile = form["GROUP"], tile_for(height, on_hopper=True)
+    group, tile = form["GROUP"], TILE
     assert isinstance(group, int)
     constants = (
         SHAPE

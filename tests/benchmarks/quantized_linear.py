@@ -174,7 +174,7 @@ def int4_variants(num_rows: int, *, tiles: bool) -> Iterator[tuple[str, Call]]:
     yield "tinygemm", tinygemm
     few = num_rows <= FEW_ROWS
     if num_rows <= int4_linear.MAX_WIDE_ROWS:
-        yield "triton", partial(_by_few_tile, tile=None) if few else _by_mid
+        yield "triton", partial(_by_few_tile, tile=triton_int4_few.TILE) if few else _by_mid
     for tile in INT4_FEW_TILES if tiles and few else ():
         yield (
             f"tile_{tile.block_n}x{tile.num_warps}x{tile.stages}",
@@ -207,7 +207,7 @@ def tinygemm(data: Data) -> torch.Tensor:
     return torch.ops.aten._weight_int4pack_mm(data.x, packed, data.int4.group_size, scales)
 
 
-def _by_few_tile(data: Data, tile: triton_int4_few.FewTile | None) -> torch.Tensor:
+def _by_few_tile(data: Data, tile: triton_int4_few.FewTile) -> torch.Tensor:
     return triton_int4_few.launch_int4_few(data.x, data.x, data.int4, None, tile)
 
 

@@ -105,22 +105,6 @@ def test_values_are_written_out_rounded_once(form: str, dtype: torch.dtype) -> N
         assert torch.equal(launch_write_out(weight, dtype, 3, 14), exact[3:14].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_integers_are_exact(dtype: torch.dtype) -> None:
-    form = Int4Format(128, torch.float16, has_zeros=True)
-    q = torch.randint(0, 16, (512, 4096)).to(torch.uint8)
-    zeros = torch.randint(0, 16, (512, 32)).to(torch.uint8)
-    weight = empty_int4(512, 4096, form, torch.device("cuda"))
-    weight.write_(Integers(q, torch.full((512, 32), 0.5), zeros))
-    for count in (3, 8, 40, 64, 200, 300):
-        x = torch.randint(-1, 2, (count, 4096), device="cuda").to(dtype)
-        x *= torch.rand(count, 4096, device="cuda") < 0.003  # sums below 256
-        y = linear(x, weight, None)
-        wanted = exact_product(x, weight)
-        assert wanted.abs().max() < 128
-        assert torch.equal(y.double(), wanted), count
-
-
 def small_integers(group_size: int) -> Int4Rows:
     form = Int4Format(group_size, torch.float16, has_zeros=True)
     groups = 4096 // group_size
@@ -134,6 +118,17 @@ def small_integers(group_size: int) -> Int4Rows:
 def with_sums_below_256(count: int) -> torch.Tensor:
     x = torch.randint(-1, 2, (count, 4096), device="cuda").bfloat16()
     return x * (torch.rand(count, 4096, device="cuda") < 0.003)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_integers_are_exact(dtype: torch.dtype) -> None:
+    weight = small_integers(128)
+    for count in (3, 8, 40, 64, 200, 300):
+        x = with_sums_below_256(count).to(dtype)
+        y = linear(x, weight, None)
+        wanted = exact_product(x, weight)
+        assert wanted.abs().max() < 128
+        assert torch.equal(y.double(), wanted), count
 
 
 @pytest.mark.parametrize("step", [64, 128])

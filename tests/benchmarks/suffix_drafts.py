@@ -21,7 +21,7 @@ import sys
 import time
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -151,10 +151,10 @@ class Runs:
                 self._running[index] = self._begin()
 
 
-def fill(drafter: SuffixDrafter, texts: Texts) -> None:
-    """Lets sequences begin and end until the index has dropped text."""
-    for number in range(2 * drafter.max_tokens // (PROMPT + OUTPUT) + 1):
-        sequence = _sequence(number, next(texts))
+def run_to_the_end(drafter: SuffixDrafter, texts: Iterable[list[int]]) -> None:
+    """Lets sequences begin and end, one after the other."""
+    for number, text in enumerate(texts):
+        sequence = _sequence(number, text)
         drafter.propose(sequence, DRAFT_TOKENS)
         drafter.end(sequence)
 
@@ -163,7 +163,9 @@ def measure_times(
     texts: Texts, num_sequences: int, num_steps: int, max_bytes: int
 ) -> dict[str, object]:
     drafter = SuffixDrafter(max_bytes)
-    fill(drafter, texts)
+    # Until the index has dropped text.
+    num_texts = 2 * drafter.max_tokens // (PROMPT + OUTPUT) + 1
+    run_to_the_end(drafter, islice(texts, num_texts))
     runs, times = Runs(drafter, texts, num_sequences), Times()
     runs.step(Times())  # the prompts of all
     gc.collect()
@@ -217,18 +219,6 @@ def measure_bytes(work: Callable[[SuffixDrafter], object], max_bytes: int) -> di
     }
 
 
-def ended_texts(texts: list[list[int]]) -> Callable[[SuffixDrafter], object]:
-    """Returns a work of sequences that begin and end, one after the other."""
-
-    def work(drafter: SuffixDrafter) -> None:
-        for number, text in enumerate(texts):
-            sequence = _sequence(number, text)
-            drafter.propose(sequence, DRAFT_TOKENS)
-            drafter.end(sequence)
-
-    return work
-
-
 def waiting_sequences(texts: list[list[int]]) -> Callable[[SuffixDrafter], object]:
     """Returns a work in which one of 40 sequences is asked once and never ends, as if preempted.
     Its tokens are its own, and not freed by the drafter: few against the budget."""
@@ -268,7 +258,7 @@ def _sequence(number: int, text: list[int], salt: str = "") -> Sequence:
 def measure_all_bytes(report: Report, name: str, texts: list[list[int]], budget: int) -> bool:
     """Runs each work over texts of twice the budget's tokens or more."""
     works = {
-        "ended": ended_texts(texts),
+        "ended": partial(run_to_the_end, texts=texts),
         "waiting": waiting_sequences(4 * texts),  # over many segments
         "many_salts": many_salts(2 * budget // TOKEN_BYTES),
     }

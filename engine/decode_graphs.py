@@ -91,6 +91,11 @@ class DecodeGraphs:
         self._few_layers = few_layers
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the captured graphs, ascending."""
+        return self._sizes if self._graphs else ()
+
     def size_for(self, num_rows: int) -> int | None:
         """Returns the smallest graph that holds the rows."""
         index = bisect.bisect_left(self._sizes, num_rows)

@@ -152,6 +152,10 @@ class DeviceSteps:
         inputs_of = self._mixed.for_mixed_graph
         self._mixed_graphs = MixedGraphs(sizes, model, kv, pool, inputs_of, few_layers)
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:  # as of a Runner
+        return self._graphs.sizes
+
     def load_head_products(self) -> None:
         """Computes the product of the head for every number of rows that sample. cuBLAS has many
         kernels for them, and waits for the device when it loads one: steps with prompts of the
@@ -169,21 +173,16 @@ class DeviceSteps:
         decodes, mixed = self._graph_keys(), self._mixed_graphs.keys
         memory = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
-        with tqdm(
-            total=len(decodes) + len(mixed), desc="capturing CUDA graphs", unit="graph"
-        ) as bar:
+        total = len(decodes) + len(mixed)
+        with tqdm(total=total, desc="capturing CUDA graphs", unit="graph") as bar:
             for of_kind, keys in ((self._graphs, decodes), (self._mixed_graphs, mixed)):
                 for key in keys:
                     of_kind.capture(key, memory)
                     bar.update()
         gc.collect()
-        seconds = time.perf_counter() - started_s
-        logger.info(
-            "captured %d graphs of decodes and %d of other steps in %.1f s",
-            len(decodes),
-            len(mixed),
-            seconds,
-        )
+        counts, seconds = (len(decodes), len(mixed)), time.perf_counter() - started_s
+        words = "captured %d graphs of decodes and %d of other steps in %.1f s"
+        logger.info(words, *counts, seconds)
 
     def _graph_keys(self) -> list[GraphKey]:
         return self._graphs.keys(self._has_lora, self._pool.serves_affine)

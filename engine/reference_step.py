@@ -30,6 +30,7 @@ class ReferenceSteps:
     """Implements the steps of `types.Runner`."""
 
     runs_ahead = False
+    graph_sizes: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -144,6 +144,7 @@ class ModelRunner:
                 run_warm_up(self._steps, rank.limits, self.num_blocks, self.adapters, sites)
             watch_compilations()
         self.runs_ahead = self._steps.runs_ahead
+        self.graph_sizes = self._steps.graph_sizes
         # The reference backend has no buffers of a fixed size, but logits for each draw.
         self.max_draws = rank.limits.max_draws
         if not rank.uses_triton:

@@ -35,8 +35,9 @@ class _Guessed:
 
     acceptance: OwnAcceptance
     is_gated: bool  # its mode is "auto"
+    most: int  # tokens that it may have before the last one of all, which needs no draft
+    is_free: bool  # no grammar and no stop token refuses a token of a draft
     draft: Draft | None = None
-    is_withdrawn: bool = False  # it has no more drafts
 
 
 class Speculation:
@@ -52,12 +53,15 @@ class Speculation:
         self._mode: SpeculationMode = config.speculation
         self._cost = cost
         self._most = config.num_speculative_tokens
+        # Tokens of drafts whose mode is "auto": twice as many as the gate let pass of the longest
+        # in the newest step, and one more. Those that it stops cost time while the device waits.
+        self._gated_most = self._most
         self._max_draws = runner.max_draws
         self._max_num_seqs = config.max_num_seqs
         self._max_step_tokens = config.max_num_batched_tokens
         self._eos_token_ids = frozenset(runner.model_config.eos_token_ids)
         self._max_model_len = runner.max_model_len
-        self._gate = DraftGate()
+        self._gate = DraftGate(runner.graph_sizes)
         self._acceptances = Acceptances()
         self._running: dict[Choice, _Guessed] = {}
         self._to_learn: list[tuple[OwnAcceptance, Draft, Sequence[int]]] = []
@@ -170,7 +174,11 @@ class Speculation:
                 gated.append(index)
                 survivals.append(guessed.acceptance.survivals(draft))
         if gated:
-            chosen = self._gate.choose(num_sequences, survivals, self._cost.sequence_s)
+            others = sum(counts.values()) - sum(counts[index] for index in gated)
+            row_s = self._cost.sequence_s
+            chosen = self._gate.choose(num_sequences, survivals, row_s, others)
+            longest = max(chosen)
+            self._gated_most = min(self._most, 2 * longest + 1) if longest else self._most
             # A gate that has to measure a step without drafts gives no verdict on drafts.
             if not self._gate.is_stale(num_sequences):
                 num_in_vain = 0 if any(chosen) else self._tries_in_vain(num_running) + 1
@@ -195,7 +203,7 @@ class Speculation:
         sequence = item.sequence
         sequence.num_scheduled_tokens = item.start
         sequence.num_tokens_in_flight = 0
-        self._running[sequence].is_withdrawn = True
+        self._running[sequence].most = 0
         return True
 
     def learn(self) -> None:
@@ -231,30 +239,38 @@ class Speculation:
     def _guess(self, sequence: Choice, end: int) -> Draft | None:
         """Returns the draft of a part that samples, as far as its tokens may come next. `end`: of
         the part."""
-        num_tokens = len(sequence.token_ids)
-        num_output = num_tokens - sequence.num_prompt_tokens
-        if not num_output or end != num_tokens:
+        guessed, num_tokens = self._running.get(sequence), len(sequence.token_ids)
+        if end != num_tokens:
             return None
-        guessed = self._running.get(sequence)
         if guessed is None:
-            mode = self._mode_of(sequence)
-            if mode == "off":
+            guessed = self._begin(sequence)
+            if guessed is None:
                 return None
-            source = sequence.request.adapter, sequence.request.cache_salt
-            guessed = _Guessed(self._acceptances.of_sequence(source), mode == "auto")
-            self._running[sequence] = guessed
-        draft = None
-        if not guessed.is_withdrawn:
-            # The last token of all needs no draft: the draw before it gives it.
-            most = sequence.request.params.max_tokens - num_output - 1
-            limit = min(self._most, most, self._max_model_len - num_tokens - 1)
-            draft = self._drafter.propose(sequence, limit) if limit > 0 else None
+        draft, limit = None, guessed.most - num_tokens
+        if limit > 0:
+            most = self._gated_most if guessed.is_gated else self._most
+            draft = self._drafter.propose(sequence, min(limit, most))
         if draft is not None:
-            count = self._num_possible(sequence, draft.token_ids)
-            if count < len(draft.token_ids):
-                draft = Draft(draft.token_ids[:count], draft.match_length) if count else None
+            token_ids = draft.token_ids
+            if not (guessed.is_free and self._eos_token_ids.isdisjoint(token_ids)):
+                count = self._num_possible(sequence, token_ids)
+                draft = Draft(token_ids[:count], draft.match_length) if count else None
         guessed.draft = draft
         return draft
+
+    def _begin(self, sequence: Choice) -> _Guessed | None:
+        """Returns the state of a sequence that has none; None: it has no output yet, or no
+        drafts."""
+        mode = self._mode_of(sequence)
+        if not sequence.num_output_tokens or mode == "off":
+            return None
+        request, params = sequence.request, sequence.request.params
+        source = request.adapter, request.cache_salt
+        most = min(sequence.num_prompt_tokens + params.max_tokens, self._max_model_len) - 1
+        is_free = params.grammar is None and not params.stop_token_ids
+        acceptance = self._acceptances.of_sequence(source)
+        guessed = self._running[sequence] = _Guessed(acceptance, mode == "auto", most, is_free)
+        return guessed
 
     def _num_possible(self, sequence: Choice, token_ids: Sequence[int]) -> int:
         """Returns how many of the tokens can be drawn and leave the sequence open."""

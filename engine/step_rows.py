@@ -15,11 +15,13 @@ import numpy as np
 from engine.decode_columns import DecodeColumns
 from engine.step_buffers import SLOTS, StepBuffers
 from engine.types import ScheduledSequence, Sequence
+from kernels.lora_runs import count_within
 from kernels.paged_plan import HeadShape, WorkCounts, write_decode_work, write_work
 
 _SEED_MASK = 2**64 - 1
 Parts = tuple[ScheduledSequence, ...]
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 def write_decodes(
@@ -51,8 +53,9 @@ def write_decodes(
     count = len(newest)
     token_ids[:count] = newest
     numbers, width = columns.update(parts, block_size)
-    queries, ends = [part.end - part.start for part in parts], [part.end for part in parts]
-    if max(queries) > max_queries:
+    ends = np.array([end for _, _, end, _, _ in parts], dtype=np.int32)
+    queries = np.array([end - start for _, start, end, _, _ in parts], dtype=np.int32)
+    if queries.max() > max_queries:
         owners, queries, ends = _pieces(queries, ends, max_queries)
         numbers = numbers[owners]
     num_sequences = len(numbers)
@@ -84,24 +87,15 @@ def write_decodes(
     return num_sequences, width, work
 
 
-def _pieces(
-    rows: list[int], ends: list[int], max_queries: int
-) -> tuple[list[int], list[int], list[int]]:
+def _pieces(queries: Ints, ends: Ints, max_queries: int) -> tuple[Longs, Ints, Ints]:
     """Cuts parts with so many rows, which end there, into sequences of attention. Returns the
     number of the part, the rows, and the keys that the last row sees, of each."""
-    owners: list[int] = []
-    queries: list[int] = []
-    kv_lens: list[int] = []
-    for number, (left, end) in enumerate(zip(rows, ends, strict=True)):
-        while left > max_queries:
-            left -= max_queries
-            owners.append(number)
-            queries.append(max_queries)
-            kv_lens.append(end - left)
-        owners.append(number)
-        queries.append(left)
-        kv_lens.append(end)
-    return owners, queries, kv_lens
+    counts = (-(-queries // max_queries)).astype(np.int64)
+    owners = np.arange(len(queries)).repeat(counts)
+    # The rows of the part from the piece on: all pieces but the last are full.
+    left = queries[owners] - max_queries * count_within(counts)
+    rows = np.minimum(left, max_queries).astype(np.int32)
+    return owners, rows, ends[owners] - (left - rows).astype(np.int32)
 
 
 def write_tokens(

@@ -369,6 +369,7 @@ class Runner(Protocol):
     max_model_len: int
     runs_ahead: bool  # `launch` returns while the device works: the next step can be planned
     max_draws: int  # tokens drawn in a step, at most: of sequences and of drafts
+    graph_sizes: tuple[int, ...]  # rows to which decodes are padded, ascending; (): they are not
     kv_copies: BlockCopier | None  # None: KV has no host tier
 
     @property

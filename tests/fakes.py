@@ -187,6 +187,7 @@ class FakeRunner:
         self.not_finite: set[str] = set()  # request ids
         self.runs_ahead = False
         self.max_draws = 1 << 30
+        self.graph_sizes: tuple[int, ...] = ()
         self.fail_next_collect: BaseException | None = None
         self.most_tokens: int | None = None  # of a step; with more it finds no memory
         self.too_large: set[str] = set()  # request ids: no step of them finds memory

@@ -363,3 +363,110 @@ def test_requests_that_come_and_go_lose_two_percent_at_most_by_wrong_drafts(
 def test_requests_that_come_and_go_have_drafts(num_sequences: int, most: float) -> None:
     plain_s = closed_s("right", "off", num_sequences, 80)
     assert closed_s("right", "auto", num_sequences, 80) < most * plain_s
+
+
+def test_the_rows_of_a_graph_are_filled_and_a_larger_one_is_not_begun() -> None:
+    """The draft tokens of 2 sequences: 6 fill the graph of 8 rows, a seventh needs that of 16."""
+    gate = DraftGate((1, 2, 4, 8, 16))
+    for _ in range(10):
+        gate.observe(2, 0, 0.010)
+        gate.observe(2, 5, 0.011)
+        gate.observe(2, 9, 0.020)
+    likely = [[0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6], [0.9, 0.8, 0.7]]
+    assert gate.choose(2, likely, 0.0) == [4, 2]
+    # Two rows that are unlikely are free where the graph has room for them.
+    assert gate.choose(2, [[0.9, 0.9, 0.9, 0.9], [0.1, 0.06, 0.01]], 0.0) == [4, 2]
+
+
+def test_graphs_that_were_not_measured_are_tried_from_small_ones_on() -> None:
+    gate = DraftGate((*range(8, 65, 8), *range(80, 257, 16)))
+    likely = [[0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6]] * 32
+    sizes = []
+    for _ in range(6):
+        gate.observe(32, 0, 0.010)
+        gate.observe(32, 0, 0.010)
+        num_drafted = sum(gate.choose(32, likely, 1e-6))
+        gate.observe(32, num_drafted, 0.0105)
+        sizes.append(32 + num_drafted)
+    assert sizes[0] == 40  # an eighth of the sequences, and the rest of its graph
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 256
+
+
+def test_more_sequences_than_the_largest_graph_has_rows_are_no_error() -> None:
+    gate = DraftGate((1, 2, 4))
+    gate.observe(6, 0, 0.010)
+    gate.observe(6, 2, 0.010)
+    assert sum(gate.choose(6, [[0.9]] * 6, 0.0)) <= 6
+
+
+def test_drafts_without_a_gate_take_rows_of_the_same_graph() -> None:
+    gate = DraftGate((1, 2, 4, 8, 16))
+    for _ in range(10):
+        gate.observe(2, 0, 0.010)
+        gate.observe(2, 6, 0.011)
+        gate.observe(2, 14, 0.020)
+    likely = [[0.9, 0.5, 0.3, 0.2, 0.1, 0.08, 0.06]] * 2
+    assert sum(gate.choose(2, likely, 0.0)) == 6
+    assert sum(gate.choose(2, likely, 0.0, 4)) == 2
+
+
+class GraphRunner(AheadRunner):
+    """Steps are padded to graphs; up to 16 rows they take 6 ms, and beyond 10."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sequences, drafted: 0.010 if sequences + drafted > 16 else 0.006)
+        self.graph_sizes = (1, 2, 4, 8, 16, 24, 32, 64)
+        self.rows: list[int] = []  # of steps with drafts
+
+    def launch(self, batch: ScheduledBatch) -> FakeStep:
+        if batch.num_draft_tokens:
+            self.rows.append(batch.num_tokens)
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("modes", [("auto",) * 8, ("suffix", *("auto",) * 7)])
+def test_an_engine_fills_the_largest_graph_that_is_cheap(modes: tuple[str, ...]) -> None:
+    runner = GraphRunner()
+    config = make_config(speculation="auto", max_num_seqs=64, num_speculative_tokens=4)
+    drafter = ScriptedDrafter("half", 16, truth)
+    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
+    for index, mode in enumerate(modes):
+        request = make_request(f"r{index}", 4, seed=index, max_tokens=600, speculation=mode)
+        engine.add_request(request)
+    while len(runner.rows) < 150:
+        engine.step()
+    later = sorted(runner.rows[50:])
+    assert later[len(later) // 2] == 16
+    assert sum(rows > 16 for rows in later) <= 10
+
+
+class LimitedDrafter(ScriptedDrafter):
+    """Guesses as many tokens as it may, and notes the limits."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script, 16, truth)
+        self.limits: list[int] = []
+
+    def propose(self, sequence: Sequence, limit: int) -> Draft | None:
+        self.limits.append(limit)
+        return super().propose(sequence, limit)
+
+
+@pytest.mark.parametrize(
+    ("cost", "script", "expected"),
+    [("compute", "wrong", {7}), ("memory", "right", {7}), ("tile", "half", {3, 5})],
+)
+def test_no_more_is_guessed_than_the_gate_may_let_pass(
+    cost: str, script: Script, expected: set[int]
+) -> None:
+    """Where rows are free, all tokens pass; a gate that is closed sees whole drafts."""
+    runner = TimedRunner(COSTS[cost])
+    config = make_config(speculation="auto", max_num_seqs=64, num_speculative_tokens=7)
+    drafter = LimitedDrafter(script)
+    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
+    for index in range(6):
+        engine.add_request(make_request(f"r{index}", 4, seed=index, max_tokens=900))
+    for _ in range(60):
+        engine.step()
+    assert set(drafter.limits[-60:]) == expected

@@ -70,6 +70,7 @@ class VirtualRunner:
     kv_layout = kv_layout((None,), 16, 8192)
     max_model_len = 8192
     max_draws = 256
+    graph_sizes = ()
     num_late_compilations = 0
     kv_copies = None
 

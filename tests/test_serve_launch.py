@@ -572,3 +572,9 @@ def test_draining_ends_at_its_limit_at_a_second_signal_and_without_a_server() ->
 def test_a_port_beyond_the_range_is_named(port: int) -> None:
     with pytest.raises(launch.LaunchError, match=f"port: must be from 0 to 65535, got {port}"):
         launch.check_port("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_not_blamed_on_a_program() -> None:
+    words = "port 0 on 203.0.113.1 cannot be used .*; change http_options.host or "
+    with pytest.raises(launch.LaunchError, match=words):
+        launch.check_port("203.0.113.1", 0)

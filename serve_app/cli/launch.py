@@ -8,6 +8,7 @@ Ignorant of models, terminals and the environment: the caller passes the child's
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -101,9 +102,11 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            remedy = "change http_options.host or http_options.port in the file"
+            if error.errno == errno.EADDRINUSE:
+                remedy = "stop the program that listens there, or change http_options.port"
             raise LaunchError(
-                f"port {port} on {host} cannot be used ({error.strerror}); stop the program "
-                "that listens there, or change http_options.port in the file"
+                f"port {port} on {host} cannot be used ({error.strerror}); {remedy}"
             ) from error
 
 

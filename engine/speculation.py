@@ -168,15 +168,17 @@ class Speculation:
         counts = {index: len(draft.token_ids) for index, draft in drafts.items()}
         gated: list[int] = []
         survivals: list[list[float]] = []
+        num_others = 0  # draft tokens without a gate
         for index, draft in drafts.items():
             guessed = self._running[parts[index].sequence]
             if guessed.is_gated:
                 gated.append(index)
                 survivals.append(guessed.acceptance.survivals(draft))
+            else:
+                num_others += len(draft.token_ids)
         if gated:
-            others = sum(counts.values()) - sum(counts[index] for index in gated)
             row_s = self._cost.sequence_s
-            chosen = self._gate.choose(num_sequences, survivals, row_s, others)
+            chosen = self._gate.choose(num_sequences, survivals, row_s, num_others)
             longest = max(chosen)
             self._gated_most = min(self._most, 2 * longest + 1) if longest else self._most
             # A gate that has to measure a step without drafts gives no verdict on drafts.

@@ -98,8 +98,9 @@ class DecodeGraphs:
 
     def size_for(self, num_rows: int) -> int | None:
         """Returns the smallest graph that holds the rows."""
-        index = bisect.bisect_left(self._sizes, num_rows)
-        return self._sizes[index] if index < len(self._sizes) and self._graphs else None
+        sizes = self.sizes
+        index = bisect.bisect_left(sizes, num_rows)
+        return sizes[index] if index < len(sizes) else None
 
     def keys(self, with_lora: bool, with_affine: bool) -> list[GraphKey]:
         """Returns the keys, largest first: smaller graphs then fit into the memory of the first."""

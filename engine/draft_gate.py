@@ -157,7 +157,7 @@ class DraftGate:
         self._step += 1
         kind = num_drafted.bit_length()
         if num_drafted and len(self._sizes):
-            kind = int(self._padded(num_sequences + num_drafted))
+            kind = int(self._graph_of(num_sequences + num_drafted))
         key = num_sequences.bit_length(), kind
         mean = self._means.get(key)
         if mean is None or self._step - mean.last_step > _FORGOTTEN:
@@ -224,18 +224,21 @@ class DraftGate:
             # Unknown sizes are tried from small ones on: a wrong guess then costs little.
             most = int(_BOLD * points[-1][0]) + 1 if points else max(2, num_sequences // 8)
             num_rows = num_sequences + num_others
-            if len(self._sizes):
-                # All that the graph has room for.
-                most = max(1, int(self._padded(num_rows + most)) - num_rows)
-            seconds = _seconds(most, plain_s, points, row_s)
-            if len(self._sizes):
-                rows = self._padded(num_rows + np.arange(1, most + 1))
-                seconds = seconds[np.maximum(rows - num_rows, 1) - 1]
+            most = int(self._room(num_rows, most))
+            room = self._room(num_rows, np.arange(1, most + 1))
+            seconds = _seconds(most, plain_s, points, row_s)[room - 1]
             self._expected = key, plain_s, seconds
         return self._expected[1:]
 
-    def _padded(self, num_rows: Any) -> Any:
-        """Returns the size of the graph of so many rows, of one number or an array; the largest one
+    def _room(self, num_rows: int, num_drafted: Any) -> Any:
+        """Returns the most draft tokens beside these rows in the graph of so many, one number or
+        an array."""
+        if not len(self._sizes):
+            return num_drafted
+        return np.maximum(self._graph_of(num_rows + num_drafted) - num_rows, 1)
+
+    def _graph_of(self, num_rows: Any) -> Any:
+        """Returns the size of the graph of so many rows, one number or an array; the largest one
         where none is large enough."""
         return self._sizes[self._sizes[:-1].searchsorted(num_rows)]
 

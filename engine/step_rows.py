@@ -15,7 +15,7 @@ import numpy as np
 from engine.decode_columns import DecodeColumns
 from engine.step_buffers import SLOTS, StepBuffers
 from engine.types import ScheduledSequence, Sequence
-from kernels.lora_runs import count_within
+from kernels.lora_runs import spread
 from kernels.paged_plan import HeadShape, WorkCounts, write_decode_work, write_work
 
 _SEED_MASK = 2**64 - 1
@@ -53,13 +53,13 @@ def write_decodes(
     count = len(newest)
     token_ids[:count] = newest
     numbers, width = columns.update(parts, block_size)
-    ends = np.array([end for _, _, end, _, _ in parts], dtype=np.int32)
-    queries = np.array([end - start for _, start, end, _, _ in parts], dtype=np.int32)
+    spans = [(end, end - start) for _, start, end, _, _ in parts]
+    ends, queries = np.array(spans, dtype=np.int32).T
     if queries.max() > max_queries:
         owners, queries, ends = _pieces(queries, ends, max_queries)
         numbers = numbers[owners]
     num_sequences = len(numbers)
-    total = num_sequences + num_rows - count
+    total = num_sequences + num_rows - count  # with padding
     query_start, kv_lens = host("query_start")[: total + 1], host("kv_lens")[:total]
     kv_lens[:num_sequences], kv_lens[num_sequences:] = ends, 0
     queries_of = np.ones(total, dtype=np.int32)
@@ -67,10 +67,9 @@ def write_decodes(
     query_start[0] = 0
     queries_of.cumsum(out=query_start[1:])
     # The last row of a sequence sees all its keys, each other one a key less than the next.
-    behind = kv_lens - query_start[1:]
-    rows = np.arange(num_sequences).repeat(queries_of[:num_sequences])
+    rows = np.arange(num_sequences).repeat(queries)
     positions, numbers_of_rows = np.arange(count, dtype=np.int32), numbers[rows]
-    positions += behind[rows]
+    positions += (kv_lens - query_start[1:])[rows]
     host("positions")[:count] = positions
     blocks = positions // block_size
     for index, name in enumerate(SLOTS[: buffers.num_tables]):
@@ -91,9 +90,9 @@ def _pieces(queries: Ints, ends: Ints, max_queries: int) -> tuple[Longs, Ints, I
     """Cuts parts with so many rows, which end there, into sequences of attention. Returns the
     number of the part, the rows, and the keys that the last row sees, of each."""
     counts = (-(-queries // max_queries)).astype(np.int64)
-    owners = np.arange(len(queries)).repeat(counts)
+    owners, index = spread(counts)
     # The rows of the part from the piece on: all pieces but the last are full.
-    left = queries[owners] - max_queries * count_within(counts)
+    left = queries[owners] - max_queries * index
     rows = np.minimum(left, max_queries).astype(np.int32)
     return owners, rows, ends[owners] - (left - rows).astype(np.int32)
 

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.lora_runs import count_within, spread
+
 Ints = npt.NDArray[np.int32]
 
 TILE_ROWS = 128  # (query, head of a group) pairs per prefill program
@@ -227,8 +229,7 @@ def _write_items(
     order = np.argsort(-np.minimum(chunks, lengths), kind="stable")
     first_slot = np.cumsum(used) - used
     source = np.repeat(order, splits[order])  # of every item, its sequence among `decodes`
-    ends = np.cumsum(splits[order])
-    split = np.arange(len(source)) - np.repeat(ends - splits[order], splits[order])
+    split = count_within(splits[order])
     items = out[HEADER : HEADER + ITEM * len(source)].reshape(-1, ITEM)
     begin = split * chunks[source]
     items[:, 0] = decodes[source]
@@ -257,8 +258,7 @@ def _write_tiles(
     starts = query_start[prefills].astype(np.int64)
     lengths = query_start[prefills + 1] - starts
     counts = -(-lengths // tile_tokens)
-    source = np.repeat(np.arange(len(prefills)), counts)
-    index = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    source, index = spread(counts)
     first = index * tile_tokens
     # The keys that its last query sees.
     keys = kv_lens[prefills][source] - lengths[source] + first + tile_tokens

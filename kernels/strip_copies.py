@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kernels.lora_plan import PAGE_ROWS
+from kernels.lora_runs import spread
 
 BLOCK = 256  # columns of a tile, of up to 16 rows
 FIELDS = 7  # of a strip, see `StripCopy`
@@ -41,8 +42,7 @@ class StripCopies:
     def of(cls, copies: Sequence[StripCopy], device: torch.device) -> StripCopies:
         strips = np.array([_fields(copy) for copy in copies], np.int64).reshape(-1, FIELDS)
         counts = -(-strips[:, 5] // BLOCK)
-        owners = np.arange(len(copies)).repeat(counts)
-        firsts = np.arange(len(owners)) - (counts.cumsum() - counts).repeat(counts)
+        owners, firsts = spread(counts)
         tiles = np.zeros((1 + len(owners), 2), np.int32)
         tiles[0, 0] = len(owners)
         tiles[1:, 0], tiles[1:, 1] = owners, firsts * BLOCK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
 from operator import mul
@@ -102,6 +102,22 @@ class AheadRunner(TimedRunner):
 def truth(sequence: Sequence) -> tuple[int, ...]:
     first, count = sequence.num_prompt_tokens, sequence.num_output_tokens
     return tokens_of(sequence.seed)[first : first + count + 8]
+
+
+def begin_requests(
+    runner: TimedRunner,
+    drafter: ScriptedDrafter,
+    modes: Iterable[str | None],
+    max_tokens: int,
+    num_speculative_tokens: int = 4,
+) -> Engine:
+    """Returns an engine of mode "auto" with a request of each mode, None for the engine's."""
+    config = make_config(speculation="auto", num_speculative_tokens=num_speculative_tokens)
+    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
+    for index, mode in enumerate(modes):
+        request = make_request(f"r{index}", 4, seed=index, max_tokens=max_tokens, speculation=mode)
+        engine.add_request(request)
+    return engine
 
 
 def seconds_of(
@@ -270,12 +286,8 @@ def test_a_request_that_always_drafts_leaves_the_cost_of_steps_measured(
 ) -> None:
     """Otherwise the drafts of all others would stay out, and the cost of steps unknown."""
     runner = runner_class(COSTS["memory"])
-    config = make_config(speculation="auto", num_speculative_tokens=4)
     drafter = ScriptedDrafter("right", 16, truth)
-    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
-    for index, mode in enumerate(("suffix", None, None)):
-        request = make_request(f"r{index}", 4, seed=index, max_tokens=900, speculation=mode)
-        engine.add_request(request)
+    engine = begin_requests(runner, drafter, ("suffix", None, None), 900)
     num_outputs = [0, 0, 0]
     for _ in range(300):
         for output in engine.step().outputs:
@@ -365,13 +377,19 @@ def test_requests_that_come_and_go_have_drafts(num_sequences: int, most: float) 
     assert closed_s("right", "auto", num_sequences, 80) < most * plain_s
 
 
-def test_the_rows_of_a_graph_are_filled_and_a_larger_one_is_not_begun() -> None:
-    """The draft tokens of 2 sequences: 6 fill the graph of 8 rows, a seventh needs that of 16."""
+def gate_of_graphs() -> DraftGate:
+    """Returns a gate that knows the graph of 8 rows, cheap, and that of 16, dear."""
     gate = DraftGate((1, 2, 4, 8, 16))
     for _ in range(10):
         gate.observe(2, 0, 0.010)
         gate.observe(2, 5, 0.011)
         gate.observe(2, 9, 0.020)
+    return gate
+
+
+def test_the_rows_of_a_graph_are_filled_and_a_larger_one_is_not_begun() -> None:
+    """The draft tokens of 2 sequences: 6 fill the graph of 8 rows, a seventh needs that of 16."""
+    gate = gate_of_graphs()
     likely = [[0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6], [0.9, 0.8, 0.7]]
     assert gate.choose(2, likely, 0.0) == [4, 2]
     # Two rows that are unlikely are free where the graph has room for them.
@@ -401,11 +419,7 @@ def test_more_sequences_than_the_largest_graph_has_rows_are_no_error() -> None:
 
 
 def test_drafts_without_a_gate_take_rows_of_the_same_graph() -> None:
-    gate = DraftGate((1, 2, 4, 8, 16))
-    for _ in range(10):
-        gate.observe(2, 0, 0.010)
-        gate.observe(2, 6, 0.011)
-        gate.observe(2, 14, 0.020)
+    gate = gate_of_graphs()
     likely = [[0.9, 0.5, 0.3, 0.2, 0.1, 0.08, 0.06]] * 2
     assert sum(gate.choose(2, likely, 0.0)) == 6
     assert sum(gate.choose(2, likely, 0.0, 4)) == 2
@@ -428,12 +442,7 @@ class GraphRunner(AheadRunner):
 @pytest.mark.parametrize("modes", [("auto",) * 8, ("suffix", *("auto",) * 7)])
 def test_an_engine_fills_the_largest_graph_that_is_cheap(modes: tuple[str, ...]) -> None:
     runner = GraphRunner()
-    config = make_config(speculation="auto", max_num_seqs=64, num_speculative_tokens=4)
-    drafter = ScriptedDrafter("half", 16, truth)
-    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
-    for index, mode in enumerate(modes):
-        request = make_request(f"r{index}", 4, seed=index, max_tokens=600, speculation=mode)
-        engine.add_request(request)
+    engine = begin_requests(runner, ScriptedDrafter("half", 16, truth), modes, 600)
     while len(runner.rows) < 150:
         engine.step()
     later = sorted(runner.rows[50:])
@@ -462,11 +471,8 @@ def test_no_more_is_guessed_than_the_gate_may_let_pass(
 ) -> None:
     """Where rows are free, all tokens pass; a gate that is closed sees whole drafts."""
     runner = TimedRunner(COSTS[cost])
-    config = make_config(speculation="auto", max_num_seqs=64, num_speculative_tokens=7)
     drafter = LimitedDrafter(script)
-    engine = Engine(config, runner, lambda: runner.now_s[0], drafter=drafter)
-    for index in range(6):
-        engine.add_request(make_request(f"r{index}", 4, seed=index, max_tokens=900))
+    engine = begin_requests(runner, drafter, 6 * (None,), 900, num_speculative_tokens=7)
     for _ in range(60):
         engine.step()
     assert set(drafter.limits[-60:]) == expected
